@@ -1,0 +1,77 @@
+"""Named axes: which workers there are, and what JAX knows about who holds the same value."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax import lax
+
+AxisName: TypeAlias = Hashable | Sequence[Hashable]
+
+
+def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
+    """The names in `axis_name` as a tuple, in the order given.
+
+    Raises:
+      ValueError: there is none, or one is given twice.
+    """
+    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if not names or None in names:
+        raise ValueError(f"axis_name={axis_name!r}: expected the name of a mesh axis, or several")
+    if len(set(names)) != len(names):
+        raise ValueError(f"axis_name={axis_name!r}: an axis is named twice")
+    return names
+
+
+def bound_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
+    """The names in `axis_name`, checked, in the order of the mesh.
+
+    `lax.ppermute` numbers workers in mesh order, `lax.axis_index` and `lax.all_gather` in the order
+    of the tuple. Sorted by the mesh, all three mean the same worker by a rank.
+
+    Raises:
+      ValueError: an axis is not bound where this is called, or several are bound by `vmap`.
+    """
+    names = axis_names(axis_name)
+    for name in names:
+        try:
+            lax.axis_size(name)
+        except NameError:
+            raise ValueError(
+                f"axis_name={axis_name!r}: no axis {name!r} is bound here. Call this inside "
+                f"jax.shard_map over a mesh with an axis {name!r} (and with {name!r} among its "
+                "axis_names), or under jax.vmap(..., axis_name=...) to simulate workers; outside of "
+                "those, sr.skipreduce takes mesh= and gradients stacked on a leading axis"
+            ) from None
+    if len(names) == 1:
+        return names
+    mesh_names = jax.sharding.get_abstract_mesh().axis_names
+    missing = [name for name in names if name not in mesh_names]
+    if missing:
+        raise ValueError(
+            f"axis_name={axis_name!r}: {missing} are not axes of a mesh. Several axes at once need "
+            "jax.shard_map; under jax.vmap give one axis, with all workers on it"
+        )
+    return tuple(sorted(names, key=mesh_names.index))
+
+
+def varying_axes(x: Any) -> frozenset[Hashable]:
+    """Mesh axes over which JAX takes the value of `x` to vary. Empty where JAX does not track it."""
+    # Concrete Python and NumPy values are the same everywhere.
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def is_tracked(names: tuple[Hashable, ...]) -> bool:
+    """Whether varying values are tracked: true in ``shard_map(check_vma=True)`` alone."""
+    return set(names) <= varying_axes(lax.axis_index(names))
+
+
+def make_varying(x: jax.Array, names: tuple[Hashable, ...]) -> jax.Array:
+    """`x`, typed as varying over `names`. Where nothing is tracked, `x` as it is."""
+    if not is_tracked(names):
+        return x
+    # A second cast of the same axis raises, so only those that are missing.
+    missing = tuple(name for name in names if name not in varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x

@@ -1,0 +1,101 @@
+"""Gradients <-> buckets: which leaves travel together, and how they are cut in slices.
+
+Each leaf is padded and cut in N slices of its own; slice j of a bucket is the slices j of its
+leaves, joined (see `_collectives.reduce_blocks`). So each layer loses k/N of its elements per
+worker. DDP cuts the flattened bucket instead: there a slice covers whole layers, and a worker's
+contribution to a layer vanishes all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_skipreduce._axes import varying_axes
+from jax_skipreduce._collectives import Mode, Normalize, Ring, from_block, reduce_blocks, to_block
+
+
+def group_of(leaf: Any) -> Hashable:
+    """Leaves with the same answer may share a bucket.
+
+    One dtype, because nothing is cast; and one set of axes that they vary over, because joining a
+    leaf that is sharded over a model axis with one that is not would make both vary over it.
+    """
+    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+    return jnp.dtype(leaf.dtype).name, frozenset() if is_abstract else varying_axes(leaf)
+
+
+def make_buckets(leaves: Sequence[Any], indices: Sequence[int], bucket_bytes: int) -> list[tuple[int, ...]]:
+    """Groups leaves into buckets, in their order.
+
+    Args:
+      leaves: arrays, or anything with shape and dtype.
+      indices: which of them to group.
+      bucket_bytes: size up to which a bucket is filled. A larger leaf is a bucket of its own.
+
+    Returns:
+      For each bucket the indices of its leaves, ordered by its first one.
+    """
+    buckets: list[list[int]] = []
+    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
+    for index in indices:
+        leaf = leaves[index]
+        num_bytes = leaf.size * jnp.dtype(leaf.dtype).itemsize
+        group = group_of(leaf)
+        bucket, filled = open_buckets.get(group, ([], bucket_bytes))
+        if filled + num_bytes > bucket_bytes:
+            bucket, filled = [], 0
+            buckets.append(bucket)
+        bucket.append(index)
+        open_buckets[group] = (bucket, filled + num_bytes)
+    return [tuple(bucket) for bucket in buckets]
+
+
+def reduce_bucket(
+    leaves: Sequence[jax.Array],
+    ring: Ring,
+    *,
+    num_skipped: int | jax.Array,
+    shift: int | jax.Array,
+    normalize: Normalize,
+    mode: Mode,
+    key: jax.Array | None,
+) -> list[jax.Array]:
+    """The mean of each leaf over the workers, all leaves in one ring with skipping."""
+    blocks = reduce_blocks(
+        [to_block(leaf, ring.size) for leaf in leaves],
+        ring,
+        num_skipped=num_skipped,
+        shift=shift,
+        normalize=normalize,
+        mode=mode,
+        key=key,
+    )
+    return [from_block(block, leaf.shape) for block, leaf in zip(blocks, leaves, strict=True)]
+
+
+def reduce_in_full(large: Sequence[jax.Array], small: Sequence[jax.Array], ring: Ring) -> list[jax.Array]:
+    """`lax.pmean` of every leaf, in one call. The small ones are joined first.
+
+    Returns:
+      The means of `large`, then those of `small`.
+    """
+    if not large and not small:
+        return []
+    groups: dict[Hashable, list[int]] = {}
+    for index, leaf in enumerate(small):
+        groups.setdefault(group_of(leaf), []).append(index)
+    joined = [jnp.concatenate([small[i].reshape(-1) for i in members]) for members in groups.values()]
+    means = lax.pmean([*large, *joined], ring.names)
+    result: list[Any] = [*means[: len(large)], *small]
+    for members, vector in zip(groups.values(), means[len(large) :], strict=True):
+        start = 0
+        for i in members:
+            part = lax.slice_in_dim(vector, start, start + small[i].size)
+            result[len(large) + i] = part.reshape(small[i].shape)
+            start += small[i].size
+    return result

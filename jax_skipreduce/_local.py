@@ -1,0 +1,117 @@
+"""Local gradients: parameters marked so that their gradient stays on each worker, and the check.
+
+Under ``shard_map(check_vma=True)`` the gradient with respect to parameters that came in as ``P()``
+is summed over the workers before anybody sees it: there is nothing left to skip. Marked as varying
+outside of the differentiated function, the same parameters have a local gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jax_skipreduce import _axes
+from jax_skipreduce._axes import AxisName
+from jax_skipreduce._selection import leaf_path
+
+
+def local_params(params: Any, axis_name: AxisName) -> Any:
+    """`params`, typed as differing between workers, so that gradients with respect to them are local.
+
+    The values are the same and nothing is sent. Where JAX does not track what varies
+    (``check_vma=False``, `vmap`, `pmap`), gradients are local already and this returns `params`.
+
+    Call it outside of the function that is differentiated; `local_value_and_grad` does.
+
+    Args:
+      params: pytree of arrays.
+      axis_name: the data axis, or a tuple of axes.
+
+    Returns:
+      A pytree of the same structure, shapes and dtypes.
+
+    Raises:
+      ValueError: an axis is not bound here.
+    """
+    names = _axes.bound_axes(axis_name)
+    return jax.tree.map(lambda leaf: _axes.make_varying(leaf, names), params)
+
+
+def local_value_and_grad(
+    fun: Callable[..., Any],
+    axis_name: AxisName,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad` whose gradient is this worker's own, not yet reduced.
+
+    `fun` computes the loss of the local batch, without collectives over `axis_name`: take
+    ``lax.pmean(loss, axis_name)`` of the value afterwards, to report it.
+
+    Args:
+      fun: function of parameters and batch that returns a scalar (and, with `has_aux`, more).
+      axis_name: the data axis, or a tuple of axes.
+      argnums: positional arguments to differentiate with respect to.
+      has_aux: whether `fun` returns (loss, aux).
+
+    Returns:
+      A function with the arguments of `fun` that returns (loss, gradient), both local, or
+      ((loss, aux), gradient).
+
+    Raises:
+      ValueError: when called, if an axis is not bound, or if the loss is reduced over the axis
+        already (noticed under ``check_vma=True``).
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_skipreduce as sr
+      >>> loss = lambda w, x: jnp.sum(w * x)
+      >>> grad = lambda x: sr.local_value_and_grad(loss, "data")(jnp.ones(2), x)[1]
+      >>> jax.vmap(grad, axis_name="data")(jnp.arange(4.0).reshape(2, 2))
+      Array([[0., 1.],
+             [2., 3.]], dtype=float32)
+    """
+    value_and_grad = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def local(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        names = _axes.bound_axes(axis_name)
+        marked = list(args)
+        for position in positions:
+            marked[position] = local_params(args[position], axis_name)
+        value, grads = value_and_grad(*marked, **kwargs)
+        loss = value[0] if has_aux else value
+        reduced = _reduced_over(loss, names)
+        if reduced:
+            raise ValueError(
+                f"the loss is the same on all workers of {', '.join(map(repr, reduced))}: the "
+                "function to differentiate reduces it already (psum or pmean), so its gradient would have the "
+                "wrong scale. Return the loss of the local batch, and take lax.pmean of the value afterwards"
+            )
+        return value, grads
+
+    return local
+
+
+def _reduced_over(x: Any, names: tuple[Any, ...]) -> list[Any]:
+    """Axes among `names` over which JAX knows `x` to be the same. Empty where it does not track that."""
+    return [name for name in names if name not in _axes.varying_axes(x)] if _axes.is_tracked(names) else []
+
+
+def check_local(grads: Any, axis_name: AxisName) -> None:
+    """Raises ValueError, naming the leaf, if a gradient is reduced already; as far as JAX tracks that."""
+    names = _axes.bound_axes(axis_name)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
+        if leaf.dtype == jax.dtypes.float0:
+            continue
+        reduced = _reduced_over(leaf, names)
+        if reduced:
+            raise ValueError(
+                f"the gradient {leaf_path(path)!r} is already the same on all workers of "
+                f"{', '.join(map(repr, reduced))}, so there is nothing left to reduce: under "
+                "shard_map(check_vma=True), jax.grad with respect to parameters that all workers share sums over "
+                f"them. Take local gradients with sr.local_value_and_grad(loss_fn, {axis_name!r}), and do not "
+                "psum or pmean them before skipreduce"
+            )

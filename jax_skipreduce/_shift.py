@@ -1,0 +1,31 @@
+"""The shift of an iteration: random, new each step, and the same on all workers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def step_keys(seed: int, count: jax.Array, num_buckets: int) -> jax.Array:
+    """One PRNG key per bucket, from the seed and the step counter alone.
+
+    No worker has to ask another one (section 4.3): all hold the same counter.
+
+    Args:
+      seed: the run's seed.
+      count: int32 scalar, the step.
+      num_buckets: number of buckets B that are reduced in this step.
+
+    Returns:
+      Keys of shape (B,).
+    """
+    # Threefry whatever jax_default_prng_impl says: the same shifts on every platform.
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), count)
+    # Folded again per bucket, so that buckets skip different workers in the same step.
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(num_buckets))
+
+
+def random_shifts(seed: int, count: jax.Array, num_buckets: int, num_workers: int) -> jax.Array:
+    """The shift of each bucket in step `count`: int32 of shape (num_buckets,), each 0..N-1."""
+    keys = step_keys(seed, count, num_buckets)
+    return jax.vmap(lambda key: jax.random.randint(key, (), 0, num_workers))(keys)
