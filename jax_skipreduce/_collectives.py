@@ -58,6 +58,8 @@ class Ring:
 
     def gather(self, x: jax.Array) -> jax.Array:
         """The `x` of all workers on a new leading axis, by rank. Known to be the same on all of them."""
+        if self.size == 1 and not self.tracked:
+            return x[None]  # with tracking on, only a collective can say that all workers share it
         to = "invarying" if self.tracked else "varying"
         return _in_own_dtype(lambda y: lax.all_gather(y, self.names, to=to), x)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing
 
 from jax_skipreduce._schedule import Schedule
 
 
-def run(schedule: Schedule, slices: np.ndarray) -> np.ndarray:
+def run(schedule: Schedule, slices: np.ndarray, accumulator: np.typing.DTypeLike | None = None) -> np.ndarray:
     """What every worker holds after the schedule.
 
     Args:
       schedule: the steps to run.
       slices: shape (num_workers, num_slices, ...), what each worker holds before.
+      accumulator: dtype to add in; sums are rounded to the dtype of `slices` when they travel on.
+        None: that dtype itself.
 
     Returns:
       An array of the same shape and dtype.
@@ -23,6 +26,7 @@ def run(schedule: Schedule, slices: np.ndarray) -> np.ndarray:
     expected = (schedule.num_workers, schedule.num_slices)
     if slices.shape[:2] != expected:
         raise ValueError(f"slices.shape={slices.shape}: expected it to begin with {expected}")
+    wide = slices.dtype if accumulator is None else accumulator
     held = slices.copy()
     for step in schedule.steps:
         before = held.copy()
@@ -30,6 +34,7 @@ def run(schedule: Schedule, slices: np.ndarray) -> np.ndarray:
             arrived = before[transfer.source, transfer.slice_index]
             if transfer.operation == "reduce":
                 # On the wire first, then the receiver's own: the order in which a ring adds.
-                arrived = arrived + before[transfer.target, transfer.slice_index]
+                own = before[transfer.target, transfer.slice_index]
+                arrived = np.add(arrived.astype(wide), own.astype(wide)).astype(slices.dtype)
             held[transfer.target, transfer.slice_index] = arrived
     return held

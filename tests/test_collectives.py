@@ -1,0 +1,470 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_skipreduce as sr
+from jax_skipreduce import _reference
+from jax_skipreduce._ring import owned_slice, ring_schedule
+from tests.helpers import (
+    RUNNERS,
+    bits,
+    count_collectives,
+    data_mesh,
+    each_worker,
+    expected_sum,
+    normal,
+    powers_of_two,
+    replicated_step,
+)
+
+DTYPES = ("float32", "float16", "bfloat16", "complex64", "int32", "int8", "uint16")
+
+
+def by_reference(x, num_skipped, shift, num_gather_skipped=0, accumulator=None):
+    """What the schedule gives, run in NumPy: flattened, padded, cut, reduced, put together."""
+    x = np.asarray(x)
+    num_workers, size = x.shape[0], x[0].size
+    width = -(-size // num_workers)
+    padded = np.zeros((num_workers, num_workers * width), x.dtype)
+    padded[:, :size] = x.reshape(num_workers, -1)
+    schedule = ring_schedule(num_workers, num_skipped, shift, num_gather_skipped)
+    slices = padded.reshape(num_workers, num_workers, width)
+    return _reference.run(schedule, slices, accumulator).reshape(num_workers, -1)[:, :size].reshape(x.shape)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
+def test_contributors_are_those_of_the_paper(num_workers):
+    x = powers_of_two(num_workers, num_workers)
+    traced = each_worker(
+        "vmap", lambda x, k, c: sr.all_reduce(x, "data", num_skipped=k, shift=c, normalize=None), num_workers
+    )
+    for num_skipped in range(num_workers):
+        static = each_worker(
+            "vmap",
+            lambda x, c, k=num_skipped: sr.all_reduce(x, "data", num_skipped=k, shift=c, normalize=None),
+            num_workers,
+        )
+        for shift in {0, 1, num_workers - 1, -1, 3 * num_workers + 2}:
+            expected = expected_sum(num_workers, num_skipped, shift)
+            for result in (static(x, shift), traced(x, num_skipped, shift)):
+                np.testing.assert_array_equal(result, np.tile(expected, (num_workers, 1)))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 8])
+def test_every_way_to_run_agrees_with_the_reference_to_the_bit(runner, num_workers):
+    x = normal((num_workers, 5, 7))
+    for num_skipped in {0, num_workers // 2, num_workers - 1}:
+        traced_shift = each_worker(
+            runner,
+            lambda x, c, k=num_skipped: sr.all_reduce(x, "data", num_skipped=k, shift=c, normalize=None),
+            num_workers,
+        )
+        all_traced = each_worker(
+            runner, lambda x, c, k: sr.all_reduce(x, "data", num_skipped=k, shift=c, normalize=None), num_workers
+        )
+        for shift in (0, 5):
+            expected = by_reference(x, num_skipped, shift)
+            assert bits(traced_shift(x, shift)) == bits(expected)
+            assert bits(all_traced(x, shift, num_skipped)) == bits(expected)
+
+
+@pytest.mark.parametrize("shift", [0, -1, 2])
+def test_a_static_shift(shift):
+    x = normal((8, 30))
+    result = each_worker("shard_map", lambda x: sr.all_reduce(x, "data", shift=shift, num_skipped=3), 8)(x)
+    assert bits(result) == bits(by_reference(x, 3, shift) / np.float32(8))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_skipped_is_pmean(runner, dtype):
+    dtype = jnp.dtype(dtype)
+    x = normal((8, 3, 11), dtype)
+    result = each_worker(runner, lambda x: sr.all_reduce(x, "data"), 8)(x)
+    expected = each_worker(runner, lambda x: lax.pmean(x, "data"), 8)(x)
+    assert result.dtype == expected.dtype
+    assert result.shape == expected.shape
+    if jnp.issubdtype(dtype, jnp.integer):
+        assert bits(result) == bits(expected)
+    else:
+        # Against the mean in float64: no worse than one rounding per addition.
+        exact = np.mean(np.asarray(x).astype(np.complex128), axis=0)
+        error = np.abs(np.asarray(result).astype(np.complex128) - exact).max()
+        assert error <= 8 * float(jnp.finfo(dtype).eps) * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_skipped_is_psum(dtype):
+    dtype = jnp.dtype(dtype)
+    x = normal((8, 19), dtype)
+    result = replicated_step(lambda x: sr.all_reduce(x, "data", normalize=None), 8)(x)
+    assert result.dtype == dtype
+    if jnp.issubdtype(dtype, jnp.integer):
+        assert bits(result) == bits(replicated_step(lambda x: lax.psum(x, "data"), 8)(x))
+    else:
+        np.testing.assert_allclose(
+            np.asarray(result).astype(np.complex128),
+            np.asarray(x).astype(np.complex128).sum(0),
+            atol=32 * float(jnp.finfo(dtype).eps),
+        )
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        x = normal((8, 33), jnp.float64)
+        for k in (0, 5):
+            result = replicated_step(lambda x, k=k: sr.all_reduce(x, "data", num_skipped=k), 8)(x)
+            assert result.dtype == jnp.float64
+            assert bits(result) == bits(by_reference(x, k, 0)[0] / 8)
+        # Where the default integer has 64 bits, a traced k and the loop still agree on int32.
+        loop = replicated_step(lambda x, k, c: sr.all_reduce(x, "data", num_skipped=k, shift=c), 8)
+        assert bits(loop(x, 5, 0)) == bits(result)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sixteen_bits_are_added_in_float32_and_sent_in_their_own_dtype(dtype):
+    dtype = jnp.dtype(dtype)
+    x = normal((8, 64), dtype)
+    function = replicated_step(lambda x: sr.all_reduce(x, "data", num_skipped=2, normalize=None), 8)
+    assert bits(function(x)) == bits(by_reference(x, 2, 0, accumulator=np.float32)[0])
+    text = function.lower(x).compile().as_text()
+    permutes = [line for line in text.splitlines() if " collective-permute" in line and "u16[8]" in line]
+    assert len(permutes) >= 5
+    assert "f32[8]{0} collective-permute" not in text
+    # The mean is divided in float32 too: rounded once, from the sum of all.
+    mean = replicated_step(lambda x: sr.all_reduce(x, "data", normalize="drop", num_skipped=7), 8)(x)
+    assert bits(mean) == bits(by_reference(x, 7, 0)[0])
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (7,), (8,), (9,), (2, 3, 5), (1000,)])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 8])
+def test_any_shape(shape, num_workers):
+    x = normal((num_workers, *shape))
+    for k in {0, num_workers - 1}:
+        result = replicated_step(lambda x, k=k: sr.all_reduce(x, "data", num_skipped=k, normalize=None), num_workers)(x)
+        assert result.shape == shape
+        if result.size:
+            assert bits(result) == bits(by_reference(x.reshape(num_workers, -1), k, 0)[0])
+
+
+def test_an_empty_integer_is_normalized_like_any_other():
+    result = replicated_step(lambda x: sr.all_reduce(x, "data"), 8)(jnp.zeros((8, 0), jnp.int32))
+    assert result.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_result_is_the_same_on_all_workers_and_in_every_run(check_vma):
+    x = normal((8, 1000))
+    everywhere = each_worker(
+        "shard_map" if check_vma else "shard_map_unchecked",
+        lambda x, c: sr.all_reduce(x, "data", num_skipped=4, shift=c),
+        8,
+    )
+    first = everywhere(x, 3)
+    assert len({bits(row) for row in first}) == 1
+    assert {bits(everywhere(x, 3)) for _ in range(20)} == {bits(first)}
+
+
+def test_result_leaves_shard_map_as_replicated():
+    seen = []
+
+    def step(x):
+        result = sr.all_reduce(x, "data", num_skipped=4)
+        seen.append(jax.typeof(result).mat.varying)
+        return result
+
+    replicated_step(step, 8)(normal((8, 10)))
+    assert seen == [frozenset()]
+
+
+def test_a_value_that_all_workers_share_counts_n_times_as_in_psum():
+    run = jax.jit(
+        jax.shard_map(
+            lambda x: (sr.all_reduce(x, "data", normalize=None), lax.psum(x, "data")),
+            mesh=data_mesh(8),
+            in_specs=P(),
+            out_specs=P(),
+        )
+    )
+    ours, theirs = run(jnp.arange(10.0))
+    assert bits(ours) == bits(theirs)
+
+
+@pytest.mark.parametrize("normalize", ["skip", "drop", None])
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_normalize(normalize, dtype):
+    x = powers_of_two(8, 16, dtype)
+    for k in (0, 3, 7):
+        total = expected_sum(8, k, 2, 2)
+        divisor = {"skip": 8, "drop": 8 - k, None: 1}[normalize]
+        static = replicated_step(
+            lambda x, c, k=k: sr.all_reduce(x, "data", num_skipped=k, shift=c, normalize=normalize), 8
+        )(x, 2)
+        traced = replicated_step(
+            lambda x, c, k: sr.all_reduce(x, "data", num_skipped=k, shift=c, normalize=normalize), 8
+        )(x, 2, k)
+        for result in (static, traced):
+            if divisor in (1, 8):
+                np.testing.assert_array_equal(result, total / np.float32(divisor))
+            else:  # XLA multiplies by the reciprocal of a divisor, here as in pmean: one ulp
+                np.testing.assert_array_max_ulp(np.asarray(result), total / np.float32(divisor), maxulp=1)
+
+
+def test_drop_is_unbiased_over_the_shifts():
+    x = normal((8, 24), jnp.int32).astype(jnp.float32)
+    sums, drops = (
+        replicated_step(lambda x, k, c, n=n: sr.all_reduce(x, "data", num_skipped=k, shift=c, normalize=n), 8)
+        for n in (None, "drop")
+    )
+    for k in range(8):
+        # Small integers, so sums are exact: over all shifts each worker is in each slice N-k times.
+        np.testing.assert_array_equal(sum(sums(x, k, c) for c in range(8)), (8 - k) * jnp.sum(x, axis=0))
+        mean = sum(np.float64(drops(x, k, c)) for c in range(8)) / 8
+        np.testing.assert_allclose(mean, np.mean(x, axis=0), rtol=0, atol=1e-6 * np.abs(x).max())
+
+
+@pytest.mark.parametrize("num_workers", [2, 4, 8])
+def test_steps_on_the_wire(num_workers):
+    x = normal((num_workers, 10 * num_workers))
+    for k in range(num_workers):
+        function = replicated_step(
+            lambda x, c, k=k: sr.all_reduce(x, "data", num_skipped=k, shift=c), num_workers
+        )
+        counts = count_collectives(function, x, 0)
+        # The one all-gather is N-1 steps of the ring.
+        expected = {"all-gather": 1, "collective-permute": num_workers - 1 - k}
+        assert counts == {name: count for name, count in expected.items() if count}
+
+
+def test_alone_nothing_is_sent():
+    counts = count_collectives(replicated_step(lambda x: sr.all_reduce(x, "data"), 1), normal((1, 10)))
+    assert counts.get("collective-permute", 0) == 0
+    counts = count_collectives(replicated_step(lambda x: sr.all_reduce(x, "data"), 1, check_vma=False), normal((1, 10)))
+    assert counts == {}
+
+
+def test_a_scatter_loop_runs_as_many_steps_as_are_not_skipped():
+    function = replicated_step(lambda x, k: sr.all_reduce(x, "data", num_skipped=k), 8)
+    counts = count_collectives(function, normal((8, 80)), 3)
+    assert counts == {"collective-permute": 1, "all-gather": 1}
+
+
+@pytest.mark.parametrize("num_skipped", [0, 20, "traced"])
+def test_size_of_the_program_does_not_grow_with_the_workers(num_skipped):
+    def num_equations(num_workers):
+        def function(x, k):
+            k = k if num_skipped == "traced" else num_skipped
+            return sr.all_reduce(x, "data", num_skipped=k, shift=k if num_skipped == "traced" else 0)
+
+        jaxpr = jax.make_jaxpr(function, axis_env=[("data", num_workers)])(jnp.zeros(4096), 3)
+        return sum(1 for line in str(jaxpr).splitlines() if " = " in line)
+
+    assert num_equations(64) == num_equations(256)
+
+
+@pytest.mark.parametrize("num_workers", [20, 24])
+def test_loop_for_many_workers(num_workers):
+    # More steps than are written out one by one, with a k that is known.
+    x = powers_of_two(num_workers, num_workers)
+    for k in (0, 2, num_workers - 1):
+        result = each_worker(
+            "vmap", lambda x, k=k: sr.all_reduce(x, "data", num_skipped=k, shift=1, normalize=None), num_workers
+        )(x)
+        np.testing.assert_array_equal(result[0], expected_sum(num_workers, k, 1))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_skipped_gather_steps(runner):
+    x = normal((8, 26))
+    for skipped in (1, 3, 7):
+        result = each_worker(
+            runner,
+            lambda x, g=skipped: sr.all_reduce(x, "data", num_skipped=2, normalize=None, num_gather_skipped=g),
+            8,
+        )(x)
+        full = by_reference(x, 2, 0)[0]
+        for rank in range(8):
+            expected = np.zeros((8, 4), np.float32)
+            have = [owned_slice(rank - i, 0, 8) for i in range(8 - skipped)]
+            expected[have] = np.pad(full, (0, 6)).reshape(8, 4)[have]
+            assert bits(result[rank]) == bits(expected.reshape(-1)[:26])
+
+
+def test_skipped_gather_steps_are_typed_as_differing_between_workers():
+    with pytest.raises(ValueError, match="out_specs"):
+        replicated_step(lambda x: sr.all_reduce(x, "data", num_gather_skipped=1), 8)(normal((8, 8)))
+    counts = count_collectives(
+        each_worker("shard_map", lambda x: sr.all_reduce(x, "data", num_skipped=3, num_gather_skipped=2), 8),
+        normal((8, 8)),
+    )
+    assert counts == {"collective-permute": 4 + 5}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_dropout_adds_whole_contributions_or_none(runner):
+    num_workers, num_elements = 8, 4096
+    x = powers_of_two(num_workers, num_elements)
+    dropout = each_worker(
+        runner,
+        lambda x, key, k: sr.all_reduce(x, "data", num_skipped=k, mode="dropout", key=key, normalize=None),
+        num_workers,
+    )
+    result = np.asarray(dropout(x, jax.random.key(3), 4))
+    assert len({bits(row) for row in result}) == 1
+    included = (result[0].astype(np.int64)[:, None] >> np.arange(num_workers)) & 1
+    # Algorithm 1: the first sender of slice j, which is worker j, always contributes.
+    first = np.repeat(np.arange(num_workers), num_elements // num_workers)
+    assert included[np.arange(num_elements), first].all()
+    others = (included.sum() - num_elements) / ((num_workers - 1) * num_elements)
+    assert abs(others - 0.5) < 5 * np.sqrt(0.25 / ((num_workers - 1) * num_elements))
+    # Nothing skipped: the plain sum. Another key: other elements.
+    np.testing.assert_array_equal(dropout(x, jax.random.key(3), 0)[0], 2**num_workers - 1)
+    assert bits(dropout(x, jax.random.key(4), 4)) != bits(result)
+
+
+def test_dropout_divides_by_the_number_of_contributors():
+    x = powers_of_two(8, 512)
+    key = jax.random.key(0)
+    run = {
+        normalize: replicated_step(
+            lambda x, key, n=normalize: sr.all_reduce(x, "data", num_skipped=6, mode="dropout", key=key, normalize=n), 8
+        )(x, key)
+        for normalize in ("skip", "drop", None)
+    }
+    total = np.asarray(run[None])
+    count = ((total.astype(np.int64)[:, None] >> np.arange(8)) & 1).sum(1)
+    np.testing.assert_array_equal(run["skip"], total / 8)
+    np.testing.assert_array_equal(run["drop"], total / count.astype(np.float32))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("num_workers", [1, 2, 5, 8])
+def test_reduce_scatter_then_all_gather_is_all_reduce(runner, num_workers):
+    x = normal((num_workers, 3, 7))
+    k = num_workers // 2
+
+    def both(x, c):
+        part = sr.reduce_scatter(x, "data", num_skipped=k, shift=c)
+        whole = sr.all_gather(part, "data", shift=c, shape=x.shape)
+        return part, whole, sr.all_reduce(x, "data", num_skipped=k, shift=c)
+
+    for shift in (0, 3):
+        part, whole, expected = each_worker(runner, both, num_workers)(x, shift)
+        width = -(-21 // num_workers)
+        assert part.shape == (num_workers, width)
+        assert bits(whole) == bits(expected)
+        padded = np.pad(np.asarray(expected[0]).reshape(-1), (0, num_workers * width - 21)).reshape(num_workers, width)
+        for rank in range(num_workers):
+            assert bits(part[rank]) == bits(padded[owned_slice(rank, shift, num_workers)])
+
+
+def test_reduce_scatter_in_the_layout_of_psum_scatter():
+    x = normal((8, 32), jnp.int32)
+    ours = each_worker("vmap", lambda x: sr.reduce_scatter(x, "data", shift=-1, normalize=None), 8)(x)
+    theirs = each_worker("vmap", lambda x: lax.psum_scatter(x, "data", tiled=True), 8)(x)
+    np.testing.assert_array_equal(ours, theirs)
+    mean = each_worker("vmap", lambda x: sr.reduce_scatter(x, "data", shift=-1), 8)(x)
+    np.testing.assert_array_equal(mean, np.asarray(theirs) / np.float32(8))
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a"), ("c", "a"), ("a", "c", "b")])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_tuples_of_axes_in_any_order(names, check_vma):
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
+    num_workers = 2 ** len(names)
+    ordered = tuple(sorted(names))  # as in the mesh
+    x = powers_of_two(num_workers, 3 * num_workers)
+
+    def local(x):
+        return sr.all_reduce(x[0], names, num_skipped=1, shift=1, normalize=None)
+
+    result = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(ordered), out_specs=P(), check_vma=check_vma))(x)
+    np.testing.assert_array_equal(result, expected_sum(num_workers, 1, 1, 3))
+
+
+def test_derivative_is_that_of_pmean():
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x = normal((8, 24), dtype)
+
+        def loss(x, reduce):
+            return replicated_step(lambda x: jnp.sum(reduce(x).astype(jnp.float32) ** 2), 8)(x)
+
+        ours = jax.grad(lambda x: loss(x, lambda x: sr.all_reduce(x, "data")))(x)
+        theirs = jax.grad(lambda x: loss(x, lambda x: lax.pmean(x, "data")))(x)
+        np.testing.assert_allclose(
+            ours.astype(jnp.float32), theirs.astype(jnp.float32), atol=4 * float(jnp.finfo(dtype).eps), rtol=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_skipped": 8}, ValueError, r"num_skipped=8: expected 0..7 for 8 workers"),
+        ({"num_skipped": -1}, ValueError, r"num_skipped=-1"),
+        ({"num_skipped": 0.5}, TypeError, r"num_skipped=0.5 \(float\): expected an integer"),
+        ({"num_skipped": True}, TypeError, r"num_skipped=True"),
+        ({"num_skipped": jnp.int32(9)}, ValueError, r"num_skipped=9"),
+        ({"num_skipped": jnp.float32(1)}, TypeError, r"num_skipped"),
+        ({"shift": 1.0}, TypeError, r"shift=1.0"),
+        ({"num_gather_skipped": 8}, ValueError, r"num_gather_skipped=8"),
+        ({"normalize": "mean"}, ValueError, r"normalize='mean'.*'skip'.*'drop'.*None"),
+        ({"mode": "random"}, ValueError, r"mode='random': expected 'skip' or 'dropout'"),
+        ({"mode": "dropout"}, TypeError, r"key=None: mode='dropout' needs"),
+    ],
+)
+def test_wrong_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        replicated_step(lambda x: sr.all_reduce(x, "data", **arguments), 8)(normal((8, 8)))
+
+
+def test_a_k_that_differs_between_workers_would_hang():
+    x = normal((8, 8))
+    for name in ("num_skipped", "shift", "num_gather_skipped"):
+        with pytest.raises(ValueError, match=rf"{name} varies over data: workers that disagree"):
+            replicated_step(lambda x, name=name: sr.all_reduce(x, "data", **{name: lax.axis_index("data")}), 8)(x)
+    with pytest.raises(TypeError, match=r"num_skipped has type ~?float32\[\]"):
+        replicated_step(lambda x, k: sr.all_reduce(x, "data", num_skipped=k), 8)(x, 1.0)
+    with pytest.raises(TypeError, match=r"shift has type int32\[2\]"):
+        replicated_step(lambda x, c: sr.all_reduce(x, "data", shift=c), 8)(x, jnp.arange(2))
+
+
+def test_a_traced_k_out_of_range_is_clamped():
+    x = normal((8, 24))
+    function = replicated_step(lambda x, k: sr.all_reduce(x, "data", num_skipped=k, normalize="drop"), 8)
+    assert bits(function(x, 100)) == bits(function(x, 7))
+    assert bits(function(x, -3)) == bits(function(x, 0))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "float8_e4m3fn", "int4"])
+def test_dtypes_that_cannot_be_reduced(dtype):
+    with pytest.raises(TypeError, match=rf"x has dtype {dtype}, which cannot be reduced. Cast it to one of float16"):
+        replicated_step(lambda x: sr.all_reduce(x.astype(dtype), "data"), 8)(normal((8, 8)))
+    with pytest.raises(TypeError, match="cannot be reduced"):
+        jax.vmap(lambda x: sr.all_reduce(jax.random.key(0), "data"), axis_name="data")(normal((8, 8)))
+
+
+def test_unknown_axes():
+    x = normal((8, 8))
+    for axis_name in ("model", ("data", "model")):
+        with pytest.raises(ValueError, match=r"no axis 'model' is bound here.*jax.shard_map"):
+            replicated_step(lambda x, a=axis_name: sr.all_reduce(x, a), 8)(x)
+    with pytest.raises(ValueError, match="no axis 'data' is bound here"):
+        sr.all_reduce(x, "data")
+    for axis_name in ((), None, ("data", "data")):
+        with pytest.raises(ValueError, match="axis_name="):
+            replicated_step(lambda x, a=axis_name: sr.all_reduce(x, a), 8)(x)
+    with pytest.raises(ValueError, match=r"under jax.vmap give one axis"):
+        nested = jax.vmap(jax.vmap(lambda x: sr.all_reduce(x, ("a", "b")), axis_name="b"), axis_name="a")
+        nested(normal((2, 4, 8)))
+
+
+def test_all_gather_checks_the_shape():
+    with pytest.raises(ValueError, match=r"shape=\(3, 3\): 9 elements over 8 workers make slices of 2 elements"):
+        replicated_step(lambda x: sr.all_gather(x, "data", shape=(3, 3)), 8)(normal((8, 3)))
+    whole = replicated_step(lambda x: sr.all_gather(x, "data", shift=-1), 8)(normal((8, 3)))
+    assert bits(whole) == bits(normal((8, 3)))
