@@ -41,13 +41,13 @@ def make_buckets(leaves: Sequence[Any], indices: Sequence[int], bucket_bytes: in
       For each bucket the indices of its leaves, ordered by its first one.
     """
     buckets: list[list[int]] = []
-    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
+    open_buckets: dict[Hashable, tuple[list[int] | None, int]] = {}
     for index in indices:
         leaf = leaves[index]
         num_bytes = leaf.size * jnp.dtype(leaf.dtype).itemsize
         group = group_of(leaf)
-        bucket, filled = open_buckets.get(group, ([], bucket_bytes))
-        if filled + num_bytes > bucket_bytes:
+        bucket, filled = open_buckets.get(group, (None, 0))
+        if bucket is None or filled + num_bytes > bucket_bytes:
             bucket, filled = [], 0
             buckets.append(bucket)
         bucket.append(index)

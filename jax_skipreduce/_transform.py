@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -66,8 +65,10 @@ class Config:
         """k in step `count`: round(skip_ratio * N), at most N-1. An int where the ratio is a number."""
         if not callable(self.skip_ratio):
             return num_skipped(self.skip_ratio, num_workers)
-        # A schedule is a function of the counter alone, so it can be looked at before it runs.
-        with jax.ensure_compile_time_eval():
+        # A schedule is a function of the counter alone, so it can be looked at before it runs; without
+        # the mesh that is set where this is traced, whose axes may be manual here.
+        no_mesh = jax.sharding.AbstractMesh((), ())
+        with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(no_mesh):
             for probed in _PROBED_COUNTS:
                 _check_ratio(self.skip_ratio(jnp.int32(probed)), f" at step {probed}")
         ratio = self.skip_ratio(count)
@@ -77,17 +78,16 @@ class Config:
 
 
 def _check_ratio(ratio: Any, where: str = "") -> None:
+    """Raises TypeError or ValueError if `ratio` is no number in [0, 1)."""
+    expected = "expected a number in [0, 1): the share of its gradients that each worker leaves out"
     try:
         value = float(ratio)
     except (TypeError, ValueError):
-        raise TypeError(
-            f"skip_ratio={ratio!r}{where}: expected a number in [0, 1), or an optax schedule that gives one"
-        ) from None
-    if isinstance(ratio, bool) or math.isnan(value) or not 0 <= value < 1:
-        raise ValueError(
-            f"skip_ratio={ratio!r}{where}: expected a number in [0, 1), the share of its gradients that each "
-            "worker leaves out; 0.5 is the paper's choice"
-        )
+        raise TypeError(f"skip_ratio={ratio!r}{where}: {expected}, or an optax schedule that gives one") from None
+    if isinstance(ratio, bool):
+        raise TypeError(f"skip_ratio={ratio}{where}: {expected}")
+    if not 0 <= value < 1:  # neither is NaN
+        raise ValueError(f"skip_ratio={value}{where}: {expected}")
 
 
 def num_skipped(ratio: Any, num_workers: int) -> int:

@@ -6,11 +6,17 @@ import os
 # backend starts.
 os.environ.setdefault("NPROC", "16")
 
+import hypothesis
 import jax
 import pytest
 
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+# The first call compiles.
+hypothesis.settings.register_profile("compiling", deadline=None)
+hypothesis.settings.load_profile("compiling")
 
 
 @pytest.fixture(autouse=True)

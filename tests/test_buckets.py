@@ -1,0 +1,89 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_skipreduce import _buckets
+from jax_skipreduce._collectives import Ring, from_block, to_block
+from tests.helpers import count_collectives, normal, replicated_step
+
+shapes = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), max_size=6)
+dtypes = st.sampled_from(["float32", "bfloat16", "complex64"])
+
+
+@st.composite
+def leaf_lists(draw):
+    return [jax.ShapeDtypeStruct(shape, jnp.dtype(draw(dtypes))) for shape in draw(shapes)]
+
+
+@given(st.lists(st.integers(0, 6), max_size=3).map(tuple), st.integers(1, 9))
+def test_cutting_in_slices_is_undone(shape, num_workers):
+    x = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape) + 1
+    block = to_block(jnp.asarray(x), num_workers)
+    assert block.shape == (num_workers, -(-x.size // num_workers))
+    np.testing.assert_array_equal(np.asarray(block).reshape(-1)[x.size :], 0)
+    np.testing.assert_array_equal(from_block(block, shape), x)
+
+
+@given(leaf_lists(), st.integers(1, 600))
+def test_every_leaf_is_in_one_bucket(leaves, bucket_bytes):
+    indices = [i for i, leaf in enumerate(leaves) if leaf.size % 3]
+    buckets = _buckets.make_buckets(leaves, indices, bucket_bytes)
+    assert sorted(i for bucket in buckets for i in bucket) == indices
+    assert [bucket[0] for bucket in buckets] == sorted(bucket[0] for bucket in buckets)
+    for bucket in buckets:
+        assert len({leaves[i].dtype for i in bucket}) == 1
+        sizes = [leaves[i].size * leaves[i].dtype.itemsize for i in bucket]
+        assert len(bucket) == 1 or sum(sizes) <= bucket_bytes
+
+
+@given(leaf_lists())
+def test_buckets_are_no_smaller_than_they_need_to_be(leaves):
+    buckets = _buckets.make_buckets(leaves, range(len(leaves)), 10**9)
+    assert len(buckets) == len({leaf.dtype for leaf in leaves})
+
+
+@settings(max_examples=25)
+@given(leaf_lists().filter(bool), st.integers(1, 5))
+def test_a_bucket_is_its_leaves_reduced_one_by_one(leaves, num_workers):
+    leaves = [leaf for leaf in leaves if leaf.dtype == leaves[0].dtype and leaf.size]
+    if not leaves:
+        return
+    values = [normal((num_workers, *leaf.shape), leaf.dtype, seed=i) for i, leaf in enumerate(leaves)]
+
+    def reduce(values):
+        options = {"num_skipped": 1 % num_workers, "shift": 2, "normalize": "skip", "mode": "skip", "key": None}
+        ring = Ring.of("data")
+        together = _buckets.reduce_bucket(values, ring, **options)
+        alone = [_buckets.reduce_bucket([value], ring, **options)[0] for value in values]
+        return together, alone
+
+    together, alone = jax.vmap(reduce, axis_name="data")(values)
+    for value, one, other in zip(values, together, alone, strict=True):
+        assert one.shape == value.shape
+        assert one.dtype == value.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+def test_reduction_in_full_is_pmean_in_one_call():
+    large = [normal((8, 300)), normal((8, 4, 100), jnp.bfloat16)]
+    small = [normal((8,)), normal((8, 2, 3), jnp.bfloat16), normal((8, 5)), normal((8, 2), jnp.int32)]
+
+    def ours(values):
+        return _buckets.reduce_in_full(*values, Ring.of("data"))
+
+    def theirs(values):
+        return [jax.lax.pmean(value, "data") for value in [*values[0], *values[1]]]
+
+    function = replicated_step(ours, 8)
+    for one, other in zip(function((large, small)), replicated_step(theirs, 8)((large, small)), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    # bfloat16 and integers may take a call of their own, but not every leaf does.
+    assert count_collectives(function, (large, small)) == {"all-reduce": pytest.approx(2, abs=1)}
+
+
+def test_nothing_to_reduce():
+    assert replicated_step(lambda x: _buckets.reduce_in_full([], [], Ring.of("data")), 8)(normal((8, 1))) == []
