@@ -1,0 +1,58 @@
+"""What the benchmarks share: the machine, and timing that is fair on a noisy one."""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jax_skipreduce
+
+
+def use_cpu_devices(num_devices: int) -> None:
+    """Makes this process `num_devices` CPU devices. Before the first use of JAX."""
+    os.environ.setdefault("NPROC", "16")  # XLA may hang with many collectives in flight on few cores
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jax_skipreduce": jax_skipreduce.__version__,
+    }
+
+
+def interleaved(candidates: dict[str, Callable[[], Any]], num_rounds: int) -> dict[str, np.ndarray]:
+    """Seconds of each candidate in each round. All run in every round, in an order that is drawn anew."""
+    for run in candidates.values():
+        for _ in range(2):
+            jax.block_until_ready(run())
+    order = np.random.default_rng(0)
+    seconds = {name: np.zeros(num_rounds) for name in candidates}
+    names = list(candidates)
+    for number in range(num_rounds):
+        for index in order.permutation(len(names)):
+            start = time.perf_counter()
+            jax.block_until_ready(candidates[names[index]]())
+            seconds[names[index]][number] = time.perf_counter() - start
+    return seconds
+
+
+def write_json(path: str | None, figures: dict[str, Any]) -> None:
+    if path:
+        Path(path).write_text(json.dumps(figures, indent=2) + "\n")
+        print(f"wrote {path}")
