@@ -1,0 +1,252 @@
+"""Each section of docs/sharp-bits.md: what goes wrong, and the right way."""
+
+import functools
+import os
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_skipreduce as sr
+from tests.helpers import bits, collectives, data_mesh, each_worker, normal, powers_of_two
+
+pytestmark = pytest.mark.promotes  # optax's wrappers do
+
+GRADS = {"w": normal((8, 64)), "v": normal((8, 40), seed=1)}
+LOCAL = {"w": jnp.ones(64), "v": jnp.ones(40)}
+
+
+def skip(ratio=0.5, **settings):
+    return sr.skipreduce("data", ratio, min_size=0, **settings)
+
+
+def updates(tx, check_vma, grads=GRADS, num_steps=1):
+    """What the last of `num_steps` updates gave each worker, by rank."""
+
+    def local(grads):
+        state = tx.init(LOCAL)
+        for _ in range(num_steps):
+            result, state = tx.update(grads, state, LOCAL)
+        return result
+
+    return each_worker("shard_map" if check_vma else "shard_map_unchecked", local, 8)(grads)
+
+
+def num_replicas(result):
+    return len({tuple(bits(leaf[rank]) for leaf in jax.tree.leaves(result)) for rank in range(8)})
+
+
+def replicated(tx, grads=GRADS):
+    """An update whose result leaves shard_map as P(), under check_vma=True."""
+    return jax.shard_map(
+        lambda g: tx.update(jax.tree.map(lambda x: x[0], g), tx.init(LOCAL), LOCAL)[0],
+        mesh=data_mesh(8),
+        in_specs=P("data"),
+        out_specs=P(),
+    )(grads)
+
+
+def test_every_section_has_a_test():
+    page = (Path(__file__).parent.parent / "docs" / "sharp-bits.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert named == {name for name in globals() if name.startswith("test_")} - {"test_every_section_has_a_test"}
+
+
+def test_multi_steps_around():
+    wrong = optax.MultiSteps(optax.chain(skip(), optax.sgd(1.0)), 2)
+    wrong = optax.GradientTransformation(wrong.init, wrong.update)
+    # With tracking, the accumulator is noticed: it is typed as the same on all workers, gradients are not.
+    with pytest.raises(ValueError, match=r"already the same on all workers|out_specs|axis types"):
+        replicated(wrong)
+    # Without, each of two micro-steps runs a ring, although only the second one's result is used.
+    local = each_worker("shard_map_unchecked", lambda g: wrong.update(g, wrong.init(LOCAL), LOCAL)[0], 8)
+    assert any(kind == "collective-permute" for _, kind in collectives(local.lower(GRADS).compile().as_text()))
+
+    right = optax.chain(skip(), optax.MultiSteps(optax.sgd(1.0), 2))
+    assert num_replicas(updates(right, check_vma=False, num_steps=2)) == 1
+    replicated(right)
+
+
+def test_accumulate_first():
+    """Local gradients of several micro-batches, one reduction."""
+    tx = optax.chain(skip(0.0), optax.sgd(1.0))
+
+    def local(grads):
+        total = jax.tree.map(jnp.zeros_like, grads)
+        total = lax.fori_loop(0, 4, lambda _, total: jax.tree.map(jnp.add, total, grads), total)
+        return tx.update(jax.tree.map(lambda x: x / 4, total), tx.init(LOCAL))[0]
+
+    run = each_worker("shard_map", local, 8)
+    result = run(GRADS)
+    np.testing.assert_allclose(result["w"][0], -GRADS["w"].mean(0), atol=1e-5)
+    kinds = [kind for _, kind in collectives(run.lower(GRADS).compile().as_text())]
+    assert sorted(kinds) == ["all-gather", *["collective-permute"] * 7]
+
+
+def test_apply_if_finite_around():
+    wrong = optax.apply_if_finite(optax.chain(skip(), optax.sgd(1.0)), 3)
+    with pytest.raises(TypeError, match="cond branches must have equal output types"):
+        replicated(wrong)
+
+    right = optax.chain(skip(), optax.apply_if_finite(optax.sgd(1.0), 3))
+    grads = {**GRADS, "w": GRADS["w"].at[3].set(jnp.nan)}
+    for check_vma in (True, False):
+        result = updates(right, check_vma, grads)
+        assert num_replicas(result) == 1
+        np.testing.assert_array_equal(result["v"], 0)  # all workers leave out the step
+
+
+def test_masked_around():
+    wrong = optax.masked(skip(), {"w": True, "v": False})
+    assert num_replicas(updates(wrong, check_vma=False)) == 8
+    with pytest.raises(ValueError, match="out_specs"):
+        replicated(wrong)
+
+    right = skip(protect={"w": False, "v": True})
+    for check_vma in (True, False):
+        result = updates(right, check_vma)
+        assert num_replicas(result) == 1
+        np.testing.assert_allclose(result["v"][0], GRADS["v"].mean(0), atol=1e-6)
+
+
+def test_collective_in_the_loss():
+    x = normal((8, 4, 5))
+    params = jnp.ones(5)
+
+    def gradient(loss, check_vma):
+        local = lambda x, p: skip(0.0).update(  # noqa: E731
+            sr.local_value_and_grad(loss, "data")(p, x)[1], sr.SkipReduceState(jnp.int32(0))
+        )[0]
+        return each_worker("shard_map" if check_vma else "shard_map_unchecked", local, 8)(x, params)[0]
+
+    def local_loss(p, x):
+        return jnp.mean((x @ p - 1.0) ** 2)
+
+    expected = jax.grad(lambda p: jnp.mean(jnp.stack([local_loss(p, row) for row in x])))(params)
+    np.testing.assert_allclose(gradient(local_loss, True), expected, rtol=1e-4)
+    np.testing.assert_allclose(gradient(local_loss, False), expected, rtol=1e-4)
+
+    def summed_loss(p, x):
+        return lax.psum(local_loss(p, x), "data")
+
+    with pytest.raises(ValueError, match="the loss is the same on all workers"):
+        gradient(summed_loss, True)
+    # Nothing tells without tracking: the gradient is N times too large.
+    np.testing.assert_allclose(gradient(summed_loss, False), 8 * expected, rtol=1e-4)
+
+
+def test_pcast_inside_the_loss():
+    def step(params, x):
+        def loss(p, x):
+            return jnp.sum(x @ lax.pcast(p, "data", to="varying"))
+
+        return skip().update(jax.grad(loss)(params, x[0]), sr.SkipReduceState(jnp.int32(0)))[0]
+
+    with pytest.raises(ValueError, match="is already the same on all workers of 'data'"):
+        jax.shard_map(step, mesh=data_mesh(8), in_specs=(P(), P("data")), out_specs=P())(jnp.ones(5), normal((8, 4, 5)))
+
+
+def test_clipping_before_the_reduction():
+    large = {**GRADS, "w": GRADS["w"].at[0].multiply(100)}  # one worker with a large gradient
+    mean = jax.tree.map(lambda x: x.mean(0), large)
+    expected = optax.clip_by_global_norm(1.0).update(mean, optax.EmptyState())[0]
+    right = updates(optax.chain(skip(0.0), optax.clip_by_global_norm(1.0)), True, large)
+    np.testing.assert_allclose(right["w"][0], expected["w"], atol=1e-5)
+    # Each worker by its own norm: another direction.
+    wrong = updates(optax.chain(optax.clip_by_global_norm(1.0), skip(0.0)), False, large)
+    cosine = jnp.vdot(wrong["w"][0], expected["w"]) / jnp.linalg.norm(wrong["w"][0]) / jnp.linalg.norm(expected["w"])
+    assert cosine < 0.9
+
+
+def test_scale_of_sgd():
+    ones = jax.tree.map(jnp.ones_like, GRADS)
+    for ratio in (0.25, 0.5, 0.75):
+        np.testing.assert_allclose(updates(skip(ratio), True, ones)["w"], 1 - ratio)
+        np.testing.assert_allclose(updates(skip(ratio, normalize="drop"), True, ones)["w"], 1.0)
+        # Adam divides by the size of the gradient, so it does not see the factor.
+        adam = optax.chain(skip(ratio), optax.adam(1.0))
+        np.testing.assert_allclose(updates(adam, True, ones)["w"], -1.0, rtol=1e-5)
+
+
+def test_branch_that_differs_between_workers():
+    def step(grads):
+        tx = skip()
+        small = jnp.linalg.norm(grads["w"]) < 1.0  # of this worker
+        return lax.cond(small, lambda: grads, lambda: tx.update(grads, tx.init(LOCAL))[0])
+
+    with pytest.raises(TypeError, match="cond branches must have equal output types"):
+        each_worker("shard_map", step, 8)(GRADS)
+
+
+def test_model_axis_that_is_not_manual():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    grads = jax.device_put({"w": jnp.ones((4, 64, 64))}, NamedSharding(mesh, P("data", None, "model")))
+
+    def largest_gather(run):
+        text = run.lower(grads).compile().as_text()
+        shapes = [shape for shape, kind in collectives(text) if kind == "all-gather"]
+        return max(np.prod([int(n) for n in shape.split("[")[1].split("]")[0].split(",")]) for shape in shapes)
+
+    tx = skip()
+    partial = jax.jit(
+        jax.shard_map(
+            lambda g: tx.update(jax.tree.map(lambda x: x[0], g), tx.init(None))[0],
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P(),
+            axis_names={"data"},
+        )
+    )
+    whole = skip(mesh=mesh, param_specs=P(None, "model"))
+    assert largest_gather(partial) == 64 * 64
+    assert largest_gather(jax.jit(lambda g: whole.update(g, whole.init(None), {"w": jnp.ones((64, 64))})[0])) == 64 * 32
+    # Slower, not wrong; with Explicit axes JAX refuses to flatten a sharded array.
+    np.testing.assert_array_equal(partial(grads)["w"], 0.5)
+
+
+def test_static_mode_forgets_a_worker():
+    """What worker r alone knows about a slice that it is skipped in never arrives."""
+
+    def contributions(mode):
+        tx = skip(mode=mode)
+
+        def local(g):
+            def step(state, _):
+                reduced, state = tx.update(g, state)
+                return state, reduced
+
+            return lax.scan(step, tx.init(LOCAL), None, length=200)[1]
+
+        sums = np.asarray(jax.jit(jax.vmap(local, axis_name="data"))({"w": powers_of_two(8, 8)})["w"][0] * 8, np.int64)
+        return ((sums[:, :, None] >> np.arange(8)) & 1).mean(0)
+
+    assert sorted(set(contributions("static").ravel())) == [0.0, 1.0]
+    assert 0.3 < contributions("random").min() <= contributions("random").max() < 0.7
+
+
+def test_sixteen_bit_overflow():
+    large = {"w": jnp.full((8, 16), 2e4, jnp.float16)}
+    # Sums of up to N values travel in float16, as in psum: they overflow although the mean would not.
+    assert jnp.isinf(updates(skip(0.0), True, large)["w"]).any()
+    scaled = updates(optax.chain(optax.scale(1 / 8), skip(0.0), optax.scale(8.0)), True, large)
+    np.testing.assert_allclose(scaled["w"], 2e4, rtol=1e-3)
+
+
+def test_many_steps_in_flight():
+    assert int(os.environ["NPROC"]) >= 16
+    run = jax.jit(
+        functools.partial(jax.shard_map, mesh=data_mesh(8), in_specs=P("data"), out_specs=P("data"), check_vma=False)(
+            lambda x: sr.all_reduce(x, "data", num_skipped=4)
+        )
+    )
+    x = jax.device_put(jnp.ones((8, 64)), NamedSharding(data_mesh(8), P("data")))
+    for _ in range(300):
+        x = run(x)
+    assert x.block_until_ready().shape == (8, 64)
