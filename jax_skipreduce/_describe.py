@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jax_skipreduce import _ring
 from jax_skipreduce._buckets import make_buckets
 from jax_skipreduce._collectives import slice_size
-from jax_skipreduce._selection import Treatment, indices_of, leaf_path, treatments
+from jax_skipreduce._selection import Treatment, indices_of, leaf_path, protected_leaves, treatments
+from jax_skipreduce._stacked import broadcast_specs
 from jax_skipreduce._transform import Config, SkipReduce
 
 
@@ -50,12 +52,14 @@ class Description:
       num_workers: N.
       num_skipped: k, reduce-scatter steps left out.
       num_buckets: ring collectives per step (those in full are one more call).
+      protects_nothing: `protect` was given, and names no leaf. A mistyped path?
       leaves: one `LeafDescription` per leaf.
     """
 
     num_workers: int
     num_skipped: int
     num_buckets: int
+    protects_nothing: bool
     leaves: tuple[LeafDescription, ...]
 
     @property
@@ -87,7 +91,7 @@ class Description:
         header = ("gradient", "shape", "dtype", "treatment", "elements", "skipped", "bytes sent", "of")
         rows = [
             (
-                *(leaf.path or "(root)", str(leaf.shape), leaf.dtype, leaf.treatment, f"{leaf.num_elements:,}"),
+                *(leaf.path, str(leaf.shape), leaf.dtype, leaf.treatment, f"{leaf.num_elements:,}"),
                 *(f"{leaf.num_skipped_elements:,.0f}", f"{leaf.wire_bytes:,}", f"{leaf.full_wire_bytes:,}"),
             )
             for leaf in self.leaves
@@ -113,6 +117,8 @@ class Description:
             f"skipped, {self.num_buckets} bucket(s). Per worker and step: {share:.1%} of the gradient left out, "
             f"theoretical speed-up of the all-reduce {self.theoretical_speedup:.2f}x."
         )
+        if self.protects_nothing:
+            summary += "\nprotect names no leaf: nothing is protected."
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], summary])
 
 
@@ -140,7 +146,7 @@ def describe(
 
     Raises:
       ValueError: `num_workers` is below 1, or a setting is out of range.
-      TypeError: both `tx` and settings are given, or `tx` is not from `skipreduce`.
+      TypeError: `num_workers` is no int, both `tx` and settings are given, or `tx` is not from `skipreduce`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -150,6 +156,8 @@ def describe(
       >>> description.wire_bytes, description.full_wire_bytes, round(description.theoretical_speedup, 3)
       (502656, 703360, 1.399)
     """
+    if isinstance(num_workers, bool) or not isinstance(num_workers, (int, np.integer)):
+        raise TypeError(f"num_workers={num_workers!r}: expected an int, as in sr.describe(params, 8, tx)")
     if num_workers < 1:
         raise ValueError(f"num_workers={num_workers}: expected at least 1")
     mesh = param_specs = None
@@ -175,7 +183,8 @@ def describe(
         _describe_leaf(leaf_path(path), leaf, treatment, num_workers, steps_skipped, config.mode == "dropout")
         for (path, leaf), treatment in zip(flat, treated, strict=True)
     )
-    return Description(num_workers, steps_skipped, len(buckets), leaves)
+    protects_nothing = config.protect is not None and not any(protected_leaves(shapes, config.protect))
+    return Description(num_workers, steps_skipped, len(buckets), protects_nothing, leaves)
 
 
 def _describe_leaf(
@@ -195,9 +204,7 @@ def _describe_leaf(
 
 def _shards(shapes: Any, mesh: Any, param_specs: Any) -> Any:
     """The shapes of one device's shards."""
-    specs = jax.sharding.PartitionSpec() if param_specs is None else param_specs
-    is_spec = lambda x: isinstance(x, jax.sharding.PartitionSpec)  # noqa: E731
-    specs = jax.tree.broadcast(specs, shapes, is_leaf=is_spec)
+    specs = broadcast_specs(jax.sharding.PartitionSpec() if param_specs is None else param_specs, shapes)
 
     def shard(shape: Any, spec: Any) -> Any:
         local = jax.sharding.NamedSharding(mesh, spec).shard_shape(shape.shape)

@@ -46,9 +46,7 @@ def num_wire_steps(num_workers: int, num_skipped: int = 0, num_gather_skipped: i
     return 2 * (num_workers - 1) - num_skipped - num_gather_skipped
 
 
-def ring_schedule(
-    num_workers: int, num_skipped: int = 0, shift: int = 0, num_gather_skipped: int = 0
-) -> Schedule:
+def ring_schedule(num_workers: int, num_skipped: int = 0, shift: int = 0, num_gather_skipped: int = 0) -> Schedule:
     """The ring all-reduce of `num_workers` workers as data.
 
     Args:
@@ -68,16 +66,12 @@ def ring_schedule(
     ranks = range(num_workers)
     scatter = tuple(
         tuple(
-            Transfer(r, next_rank(r, num_workers), slice_to_send(r, step, shift, num_workers), "reduce")
-            for r in ranks
+            Transfer(r, next_rank(r, num_workers), slice_to_send(r, step, shift, num_workers), "reduce") for r in ranks
         )
         for step in range(num_skipped, num_workers - 1)
     )
     gather = tuple(
-        tuple(
-            Transfer(r, next_rank(r, num_workers), owned_slice(r - step, shift, num_workers), "copy")
-            for r in ranks
-        )
+        tuple(Transfer(r, next_rank(r, num_workers), owned_slice(r - step, shift, num_workers), "copy") for r in ranks)
         for step in range(num_workers - 1 - num_gather_skipped)
     )
     return Schedule(num_workers, num_workers, scatter + gather)

@@ -51,15 +51,12 @@ class Schedule:
             for transfer in step:
                 for end in (transfer.source, transfer.target):
                     if not 0 <= end < self.num_workers:
-                        raise ValueError(
-                            f"step {number}: worker {end} is not in 0..{self.num_workers - 1}: {transfer}"
-                        )
+                        raise ValueError(f"step {number}: worker {end} is not in 0..{self.num_workers - 1}: {transfer}")
                 if transfer.source == transfer.target:
                     raise ValueError(f"step {number}: a worker sends to itself: {transfer}")
                 if not 0 <= transfer.slice_index < self.num_slices:
                     raise ValueError(
-                        f"step {number}: slice {transfer.slice_index} is not in "
-                        f"0..{self.num_slices - 1}: {transfer}"
+                        f"step {number}: slice {transfer.slice_index} is not in 0..{self.num_slices - 1}: {transfer}"
                     )
                 place = (transfer.target, transfer.slice_index)
                 if place in written:

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jax_skipreduce._collectives import check_dtype
 
@@ -17,8 +18,14 @@ Treatment = Literal["skipped", "protected", "small", "integer", "empty"]
 
 
 def leaf_path(path: tuple[Any, ...]) -> str:
-    """A key path of `jax.tree_util` as users write it: ``encoder/layers/0/kernel``."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    """A key path of `jax.tree_util` as users write it: ``encoder/layers/0/kernel``.
+
+    Flax NNX keeps each array in a variable's attribute ``value``, and unwraps it before optax sees it. The
+    path is the same in both forms.
+    """
+    if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
 
 
 def by_path(pattern: str | re.Pattern[str]) -> Callable[[str, Any], bool]:
@@ -44,7 +51,12 @@ def by_path(pattern: str | re.Pattern[str]) -> Callable[[str, Any], bool]:
         compiled = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"pattern={pattern!r} is not a regular expression: {error}") from None
-    return lambda path, leaf: compiled.search(path) is not None
+
+    def matches(path: str, leaf: Any) -> bool:
+        del leaf
+        return compiled.search(path) is not None
+
+    return matches
 
 
 def protected_leaves(tree: Any, protect: Protect) -> list[bool]:
@@ -58,7 +70,7 @@ def protected_leaves(tree: Any, protect: Protect) -> list[bool]:
     if protect is None:
         return [False] * len(paths)
     if callable(protect):
-        answers = [protect(path, leaf) for path, leaf in zip(paths, jax.tree.leaves(tree), strict=True)]
+        answers: list[Any] = [protect(path, leaf) for path, leaf in zip(paths, jax.tree.leaves(tree), strict=True)]
         what = "protect(path, leaf) returned"
     else:
         try:
@@ -70,7 +82,7 @@ def protected_leaves(tree: Any, protect: Protect) -> list[bool]:
             ) from None
         what = "the mask protect has"
     for path, answer in zip(paths, answers, strict=True):
-        if isinstance(answer, jax.core.Tracer) or np.asarray(answer).dtype != bool or np.ndim(answer) != 0:
+        if isinstance(answer, Tracer) or np.asarray(answer).dtype != bool or np.shape(answer) != ():
             raise TypeError(
                 f"{what} {answer!r} for the leaf {path!r}: expected True or False. What is protected is "
                 "settled when the step is traced; it may depend on path, shape and dtype, not on values"
@@ -92,9 +104,7 @@ def treatments(tree: Any, protect: Protect, min_size: int) -> list[Treatment]:
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     marks = protected_leaves(tree, protect)
-    return [
-        _treatment(leaf_path(path), leaf, mark, min_size) for (path, leaf), mark in zip(flat, marks, strict=True)
-    ]
+    return [_treatment(leaf_path(path), leaf, mark, min_size) for (path, leaf), mark in zip(flat, marks, strict=True)]
 
 
 def _treatment(path: str, leaf: Any, is_protected: bool, min_size: int) -> Treatment:

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from jax_skipreduce import _axes, _local, _shift
 from jax_skipreduce._axes import AxisName
 from jax_skipreduce._buckets import make_buckets, reduce_bucket, reduce_in_full
 from jax_skipreduce._collectives import Normalize, Ring, check_normalize, num_steps_skipped
-from jax_skipreduce._selection import Protect, indices_of, leaf_path, treatments
+from jax_skipreduce._selection import Protect, indices_of, treatments
 
 SkipRatio = float | Callable[[Any], Any]
 TransformMode = Literal["random", "static", "dropout"]
@@ -31,7 +32,7 @@ class SkipReduceState(NamedTuple):
       count: int32 scalar, steps made; the same on all workers. It stays at the largest int32.
     """
 
-    count: jax.Array
+    count: Any  # jax.Array; the name hides tuple.count, as in optax's own states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Config:
                 raise ValueError(f"{name}={value}: expected at least {least}")
 
     def num_skipped(self, num_workers: int, count: Any) -> int | jax.Array:
-        """k in step `count`: round(skip_ratio * N), at most N-1. An int where the ratio is a number."""
+        """K in step `count`: round(skip_ratio * N), at most N-1. An int where the ratio is a number."""
         if not callable(self.skip_ratio):
             return num_skipped(self.skip_ratio, num_workers)
         # A schedule is a function of the counter alone, so it can be looked at before it runs; without
@@ -72,7 +73,7 @@ class Config:
             for probed in _PROBED_COUNTS:
                 _check_ratio(self.skip_ratio(jnp.int32(probed)), f" at step {probed}")
         ratio = self.skip_ratio(count)
-        if not isinstance(ratio, jax.core.Tracer):
+        if not isinstance(ratio, Tracer):
             return num_skipped(ratio, num_workers)
         return jnp.clip(jnp.round(ratio.astype(jnp.float32) * num_workers), 0, num_workers - 1).astype(jnp.int32)
 
@@ -91,7 +92,7 @@ def _check_ratio(ratio: Any, where: str = "") -> None:
 
 
 def num_skipped(ratio: Any, num_workers: int) -> int:
-    """k = round(ratio * N), at most N-1. In float32, as for a traced ratio, so that both round alike."""
+    """K = round(ratio * N), at most N-1. In float32, as for a traced ratio, so that both round alike."""
     return min(int(np.round(np.float32(ratio) * np.float32(num_workers))), num_workers - 1)
 
 
@@ -114,7 +115,9 @@ def reduce_gradients(config: Config, grads: Any, count: jax.Array) -> Any:
     small = indices_of(treated, "small")
     means = reduce_in_full([leaves[i] for i in in_full], [leaves[i] for i in small], ring)
     # Without elements there is nothing to send, but the result has to be typed as the same on all workers.
-    reduced = [leaf if leaf.size or leaf.dtype == jax.dtypes.float0 else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+    reduced = [
+        leaf if leaf.size or leaf.dtype == jax.dtypes.float0 else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves
+    ]
     for index, mean in zip([*in_full, *small], means, strict=True):
         reduced[index] = mean
 
@@ -200,8 +203,9 @@ def skipreduce(
       bucket_bytes: size up to which leaves are joined into one collective.
       seed: from which, with the counter, the shifts are drawn. The same on all workers.
       mesh: for pjit programs: the mesh.
-      param_specs: with `mesh`: the `PartitionSpec` of each parameter (a pytree, or a prefix of it);
-        None means that all parameters are replicated.
+      param_specs: with `mesh`: the `PartitionSpec` of each parameter (a pytree, or a prefix of it).
+        None: as the types of the gradients say where mesh axes are Explicit; over Auto axes, of
+        which types say nothing, replicated. `update` then needs `params`.
 
     Returns:
       An `optax.GradientTransformation` with state `SkipReduceState`. The state does not depend on
@@ -237,7 +241,7 @@ def skipreduce(
         return SkipReduceState(jnp.zeros([], jnp.int32))
 
     def update(
-        updates: optax.Updates, state: SkipReduceState, params: optax.Params | None = None
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, SkipReduceState]:
         if mesh is None:
             _check_count(state.count, config.axis_name)

@@ -232,9 +232,7 @@ def test_drop_is_unbiased_over_the_shifts():
 def test_steps_on_the_wire(num_workers):
     x = normal((num_workers, 10 * num_workers))
     for k in range(num_workers):
-        function = replicated_step(
-            lambda x, c, k=k: sr.all_reduce(x, "data", num_skipped=k, shift=c), num_workers
-        )
+        function = replicated_step(lambda x, c, k=k: sr.all_reduce(x, "data", num_skipped=k, shift=c), num_workers)
         counts = count_collectives(function, x, 0)
         # The one all-gather is N-1 steps of the ring.
         expected = {"all-gather": 1, "collective-permute": num_workers - 1 - k}
@@ -458,8 +456,8 @@ def test_unknown_axes():
     for axis_name in ((), None, ("data", "data")):
         with pytest.raises(ValueError, match="axis_name="):
             replicated_step(lambda x, a=axis_name: sr.all_reduce(x, a), 8)(x)
+    nested = jax.vmap(jax.vmap(lambda x: sr.all_reduce(x, ("a", "b")), axis_name="b"), axis_name="a")
     with pytest.raises(ValueError, match=r"under jax.vmap give one axis"):
-        nested = jax.vmap(jax.vmap(lambda x: sr.all_reduce(x, ("a", "b")), axis_name="b"), axis_name="a")
         nested(normal((2, 4, 8)))
 
 

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -105,7 +106,22 @@ def test_table():
     assert lines[-1].startswith("8 workers, 4 of 7 reduce-scatter steps skipped, 2 bucket(s).")
 
 
+def test_protect_that_names_nothing_is_said():
+    text = "protect names no leaf"
+    assert text in str(sr.describe(PARAMS, 8, protect=sr.by_path("^Conv")))
+    assert text not in str(sr.describe(PARAMS, 8, protect=sr.by_path("^conv")))
+    assert text not in str(sr.describe(PARAMS, 8))
+
+
+def test_paths_of_nnx_are_those_that_optax_sees():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    state = nnx.state(model, nnx.Param)
+    assert list(by_path(sr.describe(state, 8))) == list(by_path(sr.describe(nnx.to_pure_dict(state), 8)))
+
+
 def test_wrong_arguments():
+    with pytest.raises(TypeError, match=r"num_workers=Grad.*expected an int, as in sr.describe\(params, 8, tx\)"):
+        sr.describe(PARAMS, optax.sgd(0.1))
     with pytest.raises(ValueError, match="num_workers=0: expected at least 1"):
         sr.describe(PARAMS, 0)
     with pytest.raises(TypeError, match="tx and skip_ratio: give the transformation or its settings"):

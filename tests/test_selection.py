@@ -58,7 +58,7 @@ def test_a_mask():
         **dict.fromkeys(["conv/bias", "flags", "steps"], True),
     }
     prefix = {**dict.fromkeys(TREE, False), "conv": np.bool_(True), "dense": [False, True]}
-    assert [path for path, mark in named(protected_leaves(TREE, prefix)).items() if mark] == PATHS[:2] + ["dense/1"]
+    assert [path for path, mark in named(protected_leaves(TREE, prefix)).items() if mark] == [*PATHS[:2], "dense/1"]
     assert all(protected_leaves(TREE, True))
 
 

@@ -87,7 +87,7 @@ def test_contributors(axis_type):
     tx = sr.skipreduce("data", 0.5, mesh=mesh, mode="static", min_size=0)
     grads = placed(mesh, {"w": powers_of_two(4, 8)}, {"w": P("data")})
     with jax.set_mesh(mesh):
-        reduced, _ = jax.jit(tx.update)(grads, tx.init(None))
+        reduced, _ = jax.jit(tx.update)(grads, tx.init(None), {"w": jnp.ones(8)})
     np.testing.assert_array_equal(reduced["w"] * 4, expected_sum(4, 2, 0, 2))
 
 
@@ -95,7 +95,7 @@ def test_data_axes_in_any_order_and_a_mesh_that_is_not_set():
     mesh = jax.make_mesh((2, 2, 2), ("a", "model", "b"), axis_types=(AxisType.Auto,) * 3)
     for names in (("a", "b"), ("b", "a")):
         tx = sr.skipreduce(names, 0.5, mesh=mesh, mode="static", min_size=0, param_specs={"w": P("model")})
-        reduced, _ = jax.jit(tx.update)({"w": powers_of_two(4, 16)}, tx.init(None))
+        reduced, _ = jax.jit(tx.update)({"w": powers_of_two(4, 16)}, tx.init(None), {"w": jnp.ones(16)})
         total = np.asarray(reduced["w"] * 4, np.int64).reshape(2, 4, 2)
         counts = [bin(value).count("1") for value in total.ravel()]
         assert set(counts) == {2}
@@ -109,7 +109,7 @@ def test_the_same_numbers_as_inside_shard_map():
     grads = {"a": normal((8, 40, 30)), "b": normal((8, 30)), "n": None, "c": normal((8, 2000), jnp.bfloat16)}
     outside = sr.skipreduce("data", 0.5, mesh=mesh)
     inside = sr.skipreduce("data", 0.5)
-    got, _ = jax.jit(outside.update)(grads, outside.init(None))
+    got, _ = jax.jit(outside.update)(grads, outside.init(None), jax.tree.map(lambda g: g[0], grads))
     expected = each_worker("shard_map", lambda g: inside.update(g, inside.init(None))[0], 8)(grads)
     assert [bits(x) for x in jax.tree.leaves(got)] == [bits(x[0]) for x in jax.tree.leaves(expected)]
 
@@ -142,26 +142,46 @@ def test_training_compiles_once_and_learns(axis_type):
     assert float(loss_fn(jax.device_get(weights), np.asarray(batch))) < 0.3 * before
 
 
+def test_specs_are_taken_from_types_where_axes_are_explicit():
+    mesh = make_mesh(AxisType.Explicit)
+    tx = sr.skipreduce("data", 0.5, mesh=mesh, min_size=0)
+    weights = {"w": jnp.ones((16, 8))}
+    grads = placed(mesh, {"w": normal((4, 16, 8))}, {"w": P("data", None, "model")})
+    with jax.set_mesh(mesh):
+        reduced, _ = jax.jit(tx.update)(grads, tx.init(None), placed(mesh, weights, {"w": P(None, "model")}))
+    assert reduced["w"].sharding.spec == P(None, "model")
+
+
 @pytest.mark.parametrize(
-    ("settings", "grads", "message"),
+    ("settings", "grads", "params", "message"),
     [
-        ({}, {"w": jnp.ones((3, 8))}, r"gradient 'w' has shape \(3, 8\): with mesh=.*\(4, \*shape of the parameter\)"),
-        ({}, {"w": jnp.ones(())}, r"gradient 'w' has shape \(\)"),
-        ({"param_specs": {"v": P()}}, {"w": jnp.ones((4, 8))}, "param_specs does not match the tree of gradients"),
-        ({"param_specs": {"w": P("data")}}, {"w": jnp.ones((4, 8))}, "parameters are reduced over"),
+        ({}, (3, 8), (8,), r"gradient 'w' has shape \(3, 8\): with mesh=, expected \(4, 8\), one row per worker"),
+        ({}, (), (), r"gradient 'w' has shape \(\)"),
+        # A gradient that was not stacked, of a parameter whose first dimension happens to be 4.
+        ({}, (4, 8), (4, 8), r"gradient 'w' has shape \(4, 8\)"),
+        ({}, (4, 8), None, r"params=None: with mesh=, call update\(grads, state, params\)"),
+        ({"param_specs": {"v": P()}}, (4, 8), (8,), "param_specs does not match the tree of parameters"),
+        ({"param_specs": {"w": P("data")}}, (4, 8), (8,), "parameters are reduced over"),
+        ({"param_specs": {"w": P("modle")}}, (4, 8), (8,), r"param_specs has .*'modle'.* the mesh has the axes"),
+        (
+            {"param_specs": P(None, "model")},
+            (4, 8),
+            (8,),
+            r"for 'w', whose shape is \(8,\): expected at most 1",
+        ),
     ],
 )
-def test_wrong_gradients_and_specs(settings, grads, message):
+def test_wrong_gradients_and_specs(settings, grads, params, message):
     tx = sr.skipreduce("data", mesh=make_mesh(AxisType.Auto), **settings)
+    weights = None if params is None else {"w": jnp.ones(params)}
     with pytest.raises(ValueError, match=message):
-        jax.jit(tx.update)(grads, tx.init(None))
+        jax.jit(tx.update)({"w": jnp.ones(grads)}, tx.init(None), weights)
 
 
-def test_gradients_that_do_not_fit_the_parameters():
+def test_parameters_of_another_structure():
     tx = sr.skipreduce("data", mesh=make_mesh(AxisType.Auto))
-    with pytest.raises(ValueError, match=r"gradient 'w' has shape \(4, 8\)"):
-        # A gradient that was not stacked, of a parameter whose first dimension happens to be 4.
-        tx.update({"w": jnp.ones((4, 8))}, tx.init(None), {"w": jnp.ones((4, 8))})
+    with pytest.raises(ValueError, match="params and gradients differ in structure"):
+        tx.update({"w": jnp.ones((4, 8))}, tx.init(None), {"v": jnp.ones(8)})
 
 
 def test_wrong_arguments():
@@ -169,10 +189,14 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"axis_name='batch': the mesh has no axis \['batch'\]"):
         sr.skipreduce("batch", mesh=mesh)
     tx = sr.skipreduce("data", mesh=mesh, param_specs={"w": "model"})
-    with pytest.raises(TypeError, match="param_specs has 'model' for 'w': expected a PartitionSpec"):
-        tx.update({"w": jnp.ones((4, 8))}, tx.init(None))
+    with pytest.raises(TypeError, match="param_specs has model for 'w': expected a PartitionSpec"):
+        tx.update({"w": jnp.ones((4, 8))}, tx.init(None), {"w": jnp.ones(8)})
     tx = sr.skipreduce("data", mesh=mesh)
     with pytest.raises(ValueError, match=r"mesh was given, but \['data'\] are manual axes here"):
         jax.shard_map(
-            lambda g: tx.update({"w": g}, tx.init(None))[0], mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"}
+            lambda g: tx.update({"w": g}, tx.init(None))[0],
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P(),
+            axis_names={"data"},
         )(jnp.ones((4, 8)))

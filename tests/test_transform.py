@@ -29,7 +29,10 @@ from tests.helpers import (
 def tree(num_workers=8, seed=0):
     """Stacked local gradients with everything a tree may hold."""
     return {
-        "conv": {"kernel": normal((num_workers, 3, 3, 5, 7), seed=seed), "bias": normal((num_workers, 7), seed=seed + 1)},
+        "conv": {
+            "kernel": normal((num_workers, 3, 3, 5, 7), seed=seed),
+            "bias": normal((num_workers, 7), seed=seed + 1),
+        },
         "dense": [normal((num_workers, 31, 33), jnp.bfloat16, seed=seed + 2), normal((num_workers,), seed=seed + 3)],
         "steps": normal((num_workers, 40), jnp.int32, seed=seed + 4),
         "flags": normal((num_workers, 3), seed=seed + 5) > 0,
@@ -309,9 +312,7 @@ def test_state_restores_at_another_number_of_workers(tmp_path):
         )
         restored = checkpointer.restore(tmp_path / "step4", target)
         assert int(restored["state"][0].count) == 4
-        on_params, on_state, _, _ = train(
-            tx, 3, num_workers, state=restored["state"], params=restored["params"]
-        )
+        on_params, on_state, _, _ = train(tx, 3, num_workers, state=restored["state"], params=restored["params"])
         assert int(on_state[0].count) == 7
         if num_workers == 8:
             expected, *_ = train(tx, 7)
@@ -407,7 +408,7 @@ def test_gradients_that_are_reduced_already():
         return sr.skipreduce("data").update(grads, sr.SkipReduceState(jnp.int32(0)))[0]
 
     run = jax.shard_map(step, mesh=data_mesh(8), in_specs=(P(), P("data")), out_specs=P())
-    with pytest.raises(ValueError, match=r"the gradient 'b1' is already the same on all workers of 'data'.*local_value"):
+    with pytest.raises(ValueError, match=r"the gradient 'b1' is already the same on all workers of 'data'.*sr.local"):
         run(mlp_params(), normal((64, 10)))
     with pytest.raises(ValueError, match=r"the gradient 'w' is already"):
         replicated_step(lambda g: update(sr.skipreduce("data"))({"w": lax.pmean(g, "data")}), 8)(normal((8, 4)))
