@@ -235,16 +235,14 @@ def _gather(own: jax.Array, ring: Ring, num_gather_skipped: int | jax.Array) -> 
     return _loop(0, size - 1 - num_gather_skipped, step, (rows, own))[0]
 
 
-def _by_slice(rows: jax.Array, ring: Ring, shift: int | jax.Array) -> jax.Array:
-    """Rows by rank -> rows by slice: row j is the one of the worker that owns slice j."""
-    first = _ring.owner(0, shift, ring.size)
-    if isinstance(first, int):
-        return rows if first == 0 else jnp.concatenate([rows[first:], rows[:first]])
-    if ring.size <= _MAX_UNROLLED_STEPS:
-        # On CPUs row by row is one copy, and a third faster than cutting N rows out of 2N.
-        owners = [_ring.owner(index, shift, ring.size) for index in range(ring.size)]
-        return jnp.concatenate([lax.dynamic_slice_in_dim(rows, owner, 1, axis=0) for owner in owners])
-    return lax.dynamic_slice_in_dim(jnp.concatenate([rows, rows]), first, ring.size, axis=0)
+def _by_slice(ring: Ring, shift: int | jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """A function rows by rank -> rows by slice: row j is the one of the worker that owns slice j."""
+    if isinstance(shift, int):
+        first = _ring.owner(0, shift, ring.size)
+        return lambda rows: rows if first == 0 else jnp.concatenate([rows[first:], rows[:first]])
+    # The owners could be computed; a sort makes XLA do that once, and not again in the copy of every leaf.
+    owners = jnp.argsort(_ring.owned_slice(jnp.arange(ring.size, dtype=jnp.int32), shift, ring.size))
+    return lambda rows: rows.at[owners].get(mode="promise_in_bounds", unique_indices=True)
 
 
 def reduce_blocks(
@@ -271,11 +269,11 @@ def reduce_blocks(
     rows = _gather(own, ring, num_gather_skipped)
     if not jnp.issubdtype(rows.dtype, jnp.inexact):
         rows = _divide(rows, normalize, ring.size, ring.size - num_skipped)
-    reduced, column = [], 0
+    by_slice, reduced, column = _by_slice(ring, shift), [], 0
     for block in blocks:
         # The rotation belongs to the copy out of the bucket, which is made anyway.
         part = lax.slice_in_dim(rows, column, column + block.shape[1], axis=1)
-        reduced.append(_by_slice(part, ring, shift))
+        reduced.append(by_slice(part))
         column += block.shape[1]
     return reduced
 
@@ -481,5 +479,5 @@ def all_gather(
             f"{slice_size(prod(shape), ring.size)} elements, but x has {x.size}"
         )
     x = _axes.make_varying(x, ring.names)
-    rows = _by_slice(ring.gather(x.reshape(-1)), ring, shift)
+    rows = _by_slice(ring, shift)(ring.gather(x.reshape(-1)))
     return from_block(rows, (rows.size,) if shape is None else tuple(shape))
