@@ -1,0 +1,49 @@
+"""What the demo is there to show, with settings that are long enough to show it."""
+
+import statistics
+
+import jax
+import pytest
+
+from jax_skipreduce.demo import _data, _settings, _training
+
+pytestmark = pytest.mark.promotes
+
+
+def final_accuracies(seeds, **changes):
+    """Of both methods, one per seed."""
+    values = {
+        "skip_ratio": 0.5,
+        "mode": _settings.Mode.RANDOM,
+        "normalize": _settings.Normalize.SKIP,
+        "num_workers": 8,
+        "num_steps": 400,
+        "batch_size": 16,
+        "optimizer": _settings.Optimizer.ADAM,
+        "learning_rate": 2e-3,
+        "partition": _settings.Partition.IID,
+        "data": _settings.DataName.DIGITS,
+        "seeds": tuple(seeds),
+    }
+    chosen = _settings.Settings(**{**values, **changes})
+    trainer = _training.Trainer(chosen, _data.load(chosen.data), jax.devices("cpu")[:8])
+
+    def train(reduction, seed):
+        return trainer.run(reduction, seed, lambda step, loss, accuracy: None).final_accuracy
+
+    full = [train(_training.full_reduction(), seed) for seed in seeds]
+    return full, [train(_training.skipping(chosen, seed), seed) for seed in seeds]
+
+
+def test_half_skipped_is_within_a_point_of_full_reduction():
+    full, skipping = final_accuracies([100, 101, 102])
+    assert statistics.fmean(full) > 0.97
+    assert statistics.fmean(skipping) > statistics.fmean(full) - 0.01
+
+
+def test_what_stays_in_place_costs_accuracy_where_workers_see_few_classes():
+    changes = {"partition": _settings.Partition.BY_CLASS, "optimizer": _settings.Optimizer.SGD, "learning_rate": 0.05}
+    full, moving = final_accuracies([100], **changes)
+    _, static = final_accuracies([100], **changes, mode=_settings.Mode.STATIC)
+    assert moving[0] > full[0] - 0.03
+    assert static[0] < moving[0] - 0.05
