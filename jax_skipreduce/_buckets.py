@@ -1,7 +1,7 @@
 """Gradients <-> buckets: which leaves travel together, and how they are cut in slices.
 
 Each leaf is padded and cut in N slices of its own; slice j of a bucket is the slices j of its
-leaves, joined (see `_collectives.reduce_blocks`). So each layer loses k/N of its elements per
+leaves, joined (see `_execute.reduce_blocks`). So each layer loses k/N of its elements per
 worker. DDP cuts the flattened bucket instead: there a slice covers whole layers, and a worker's
 contribution to a layer vanishes all at once.
 """
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_skipreduce._axes import varying_axes
-from jax_skipreduce._collectives import Mode, Normalize, Ring, from_block, reduce_blocks, to_block
+from jax_skipreduce._execute import Mode, Normalize, Ring, from_block, reduce_blocks, to_block
 
 
 def group_of(leaf: Any) -> Hashable:

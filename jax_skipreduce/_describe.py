@@ -12,10 +12,11 @@ import optax
 
 from jax_skipreduce import _ring
 from jax_skipreduce._buckets import make_buckets
-from jax_skipreduce._collectives import slice_size
+from jax_skipreduce._execute import slice_size
+from jax_skipreduce._reduction import Config
 from jax_skipreduce._selection import Treatment, indices_of, leaf_path, protected_leaves, treatments
-from jax_skipreduce._stacked import broadcast_specs
-from jax_skipreduce._transform import Config, SkipReduce
+from jax_skipreduce._sharded import broadcast_specs
+from jax_skipreduce._transform import SkipReduce
 
 
 @dataclasses.dataclass(frozen=True)

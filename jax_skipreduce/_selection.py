@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_skipreduce._collectives import check_dtype
+from jax_skipreduce._execute import check_dtype
 
 Protect: TypeAlias = Any  # a pytree of bools, a function (path, leaf) -> bool, or None
 Treatment = Literal["skipped", "protected", "small", "integer", "empty"]

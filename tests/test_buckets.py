@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_skipreduce import _buckets
-from jax_skipreduce._collectives import Ring, from_block, to_block
+from jax_skipreduce._execute import Ring, from_block, to_block
 from tests.helpers import count_collectives, normal, replicated_step
 
 shapes = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), max_size=6)

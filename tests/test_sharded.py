@@ -1,4 +1,4 @@
-"""pjit programs: gradients stacked on a leading axis, ``skipreduce(mesh=..)``."""
+"""Parameters that are sharded over a model axis: ``skipreduce(mesh=..)`` and shard_map over the data axis alone."""
 
 import functools
 
@@ -152,6 +152,53 @@ def test_specs_are_taken_from_types_where_axes_are_explicit():
     assert reduced["w"].sharding.spec == P(None, "model")
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(("axis_type", "param_specs"), [(AxisType.Auto, SPECS), (AxisType.Explicit, None)])
+def test_shard_map_over_the_data_axis_alone(axis_type, param_specs, check_vma):
+    mesh = make_mesh(axis_type)
+    settings = {"min_size": 16, "normalize": "drop"}
+    tx = sr.skipreduce("data", 0.5, param_specs=param_specs, **settings)
+    stacked = jax.tree.map(lambda x: jnp.stack([x * 2.0**rank for rank in range(4)]), params())
+    grads = placed(mesh, stacked, {name: P("data", *spec) for name, spec in SPECS.items()})
+
+    @jax.jit
+    def run(grads):
+        return jax.shard_map(
+            lambda g: tx.update(jax.tree.map(lambda x: x[0], g), sr.SkipReduceState(jnp.int32(5)))[0],
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P(),
+            axis_names={"data"},
+            check_vma=check_vma,
+        )(grads)
+
+    with jax.set_mesh(mesh):
+        reduced = run(grads)
+        text = run.lower(grads).compile().as_text()
+    for name, spec in SPECS.items():
+        assert reduced[name].sharding.is_equivalent_to(NamedSharding(mesh, spec), reduced[name].ndim)
+    # The same as for stacked gradients, which go through a shard_map over the whole mesh.
+    whole = sr.skipreduce("data", 0.5, mesh=mesh, param_specs=SPECS, **settings)
+    with jax.set_mesh(mesh):
+        expected, _ = jax.jit(whole.update)(grads, sr.SkipReduceState(jnp.int32(5)), placed(mesh, params(), SPECS))
+    for one, other in zip(jax.tree.leaves(reduced), jax.tree.leaves(expected), strict=True):
+        assert bits(one) == bits(other)
+    if axis_type is AxisType.Auto:  # entering with Explicit axes gathers by itself
+        ring = [shape for shape, operation in collectives(text) if operation == "all-gather"]
+        assert [shape.split("]")[0] for shape in ring] == [f"f32[4,{(16 * 32 + 32 + 32 * 12) // 4}"]
+
+
+def test_param_specs_where_all_axes_are_manual():
+    tx = sr.skipreduce("data", param_specs=P("model"))
+    with pytest.raises(ValueError, match="all mesh axes are manual here, so gradients are shards already"):
+        jax.shard_map(
+            lambda g: tx.update({"w": g[0]}, tx.init(None))[0],
+            mesh=make_mesh(AxisType.Auto),
+            in_specs=P("data"),
+            out_specs=P(),
+        )(jnp.ones((4, 8)))
+
+
 @pytest.mark.parametrize(
     ("settings", "grads", "params", "message"),
     [
@@ -161,14 +208,9 @@ def test_specs_are_taken_from_types_where_axes_are_explicit():
         ({}, (4, 8), (4, 8), r"gradient 'w' has shape \(4, 8\)"),
         ({}, (4, 8), None, r"params=None: with mesh=, call update\(grads, state, params\)"),
         ({"param_specs": {"v": P()}}, (4, 8), (8,), "param_specs does not match the tree of parameters"),
-        ({"param_specs": {"w": P("data")}}, (4, 8), (8,), "parameters are reduced over"),
-        ({"param_specs": {"w": P("modle")}}, (4, 8), (8,), r"param_specs has .*'modle'.* the mesh has the axes"),
-        (
-            {"param_specs": P(None, "model")},
-            (4, 8),
-            (8,),
-            r"for 'w', whose shape is \(8,\): expected at most 1",
-        ),
+        ({"param_specs": {"w": P("data")}}, (4, 8), (8,), r"can be sharded over \['model'\] here, not over data"),
+        ({"param_specs": {"w": P("modle")}}, (4, 8), (8,), r"param_specs has .* for 'w'.* not over modle"),
+        ({"param_specs": P(None, "model")}, (4, 8), (8,), r"for 'w': expected at most 1 entries"),
     ],
 )
 def test_wrong_gradients_and_specs(settings, grads, params, message):

@@ -1,0 +1,295 @@
+"""Runs the ring under a named axis: what the collectives, and buckets of many leaves, have in common.
+
+The same lines serve ``shard_map`` (check_vma on and off), ``pmap`` and ``vmap``, a static and a
+traced number of skipped steps, one array and a bucket of many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from math import prod
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+
+from jax_skipreduce import _axes, _ring
+from jax_skipreduce._axes import AxisName
+
+Normalize = Literal["skip", "drop"]
+Mode = Literal["skip", "dropout"]
+
+# Up to so many steps stand one after the other in the program, more become a loop: the size of the
+# program, and the time to compile it, does not grow with the number of workers.
+_MAX_UNROLLED_STEPS = 16
+
+_SUPPORTED = (
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The workers of a reduction and how they are typed. Made where it is used, inside the trace."""
+
+    names: tuple[Hashable, ...]
+    size: int
+    tracked: bool
+
+    @classmethod
+    def of(cls, axis_name: AxisName) -> Ring:
+        """The ring over `axis_name`, which is checked."""
+        names = _axes.bound_axes(axis_name)
+        return cls(names, lax.axis_size(names), _axes.is_tracked(names))
+
+    @property
+    def rank(self) -> jax.Array:
+        """This worker's number, an int32 that varies over the axis."""
+        return lax.axis_index(self.names)
+
+    def send(self, x: jax.Array) -> jax.Array:
+        """Passes `x` on to the next worker, returns what came from the previous one."""
+        pairs = [(rank, _ring.next_rank(rank, self.size)) for rank in range(self.size)]
+        return _in_own_dtype(lambda y: lax.ppermute(y, self.names, pairs), x)
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """The `x` of all workers on a new leading axis, by rank. Known to be the same on all of them."""
+        if self.size == 1 and not self.tracked:
+            return x[None]  # with tracking on, only a collective can say that all workers share it
+        to = "invarying" if self.tracked else "varying"
+        return _in_own_dtype(lambda y: lax.all_gather(y, self.names, to=to), x)
+
+
+def _in_own_dtype(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """``move(x)``, which moves values unchanged, with 16-bit floats as 16 bits on the wire.
+
+    XLA's CPU backend widens the float16 and bfloat16 operands of a collective to float32, and
+    sends twice the bytes. It leaves integers alone.
+    """
+    if x.dtype not in (jnp.float16, jnp.bfloat16):
+        return move(x)
+
+    @jax.custom_jvp
+    def move_bits(x: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
+
+    # A bit cast has no derivative, but what is done here is linear.
+    @move_bits.defjvp
+    def move_bits_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return move_bits(*primals), move(*tangents)
+
+    return move_bits(x)
+
+
+def check_dtype(dtype: Any, what: str) -> None:
+    """Raises TypeError, naming `what`, if values of `dtype` cannot be reduced."""
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)  # PRNG keys: no NumPy dtype
+    if extended or jnp.dtype(dtype).name not in _SUPPORTED:
+        raise TypeError(f"{what} has dtype {dtype}, which cannot be reduced. Cast it to one of {', '.join(_SUPPORTED)}")
+
+
+def check_normalize(normalize: Any, allow_none: bool) -> None:
+    """Raises ValueError if `normalize` is not a way to normalize."""
+    if normalize not in (("skip", "drop", None) if allow_none else ("skip", "drop")):
+        none = ", or None (the plain sum)" if allow_none else ""
+        raise ValueError(
+            f"normalize={normalize!r}: expected 'skip' (divide by the number of workers) or 'drop' "
+            f"(divide by the number of contributors){none}"
+        )
+
+
+def scalar(name: str, value: Any, ring: Ring) -> int | jax.Array:
+    """`value` as a Python int, or as a traced int32 that is the same on all workers."""
+    if isinstance(value, Tracer):
+        if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != ():
+            raise TypeError(f"{name} has type {jax.typeof(value)}: expected an integer scalar, such as int32[]")
+        varying = sorted(map(str, _axes.varying_axes(value) & set(ring.names)))
+        if varying:
+            raise ValueError(
+                f"{name} varies over {', '.join(varying)}: workers that disagree on it wait for each other "
+                "for ever. Compute it from values that all workers share, such as a step counter"
+            )
+        return value.astype(jnp.int32)
+    if isinstance(value, bool):
+        raise TypeError(f"{name}={value!r}: expected an integer")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected an integer") from None
+
+
+def num_steps_skipped(name: str, value: Any, ring: Ring) -> int | jax.Array:
+    """`value` as a number of skipped steps: checked where it is known, clamped to 0..N-1 where traced."""
+    steps = scalar(name, value, ring)
+    if isinstance(steps, int):
+        if not 0 <= steps <= ring.size - 1:
+            raise ValueError(f"{name}={steps}: expected 0..{ring.size - 1} for {ring.size} workers")
+        return steps
+    return jnp.clip(steps, 0, ring.size - 1)
+
+
+def _loop(start: int | jax.Array, stop: int | jax.Array, body: Callable, carry: Any) -> Any:
+    """`body(step, carry)` for start <= step < stop; a loop in the program where that is shorter."""
+    if isinstance(start, int) and isinstance(stop, int) and stop - start <= _MAX_UNROLLED_STEPS:
+        for step in range(start, stop):
+            carry = body(step, carry)
+        return carry
+    return lax.fori_loop(jnp.int32(start), jnp.int32(stop), body, carry)
+
+
+def _accumulator(dtype: Any) -> Any:
+    """What sums of `dtype` are added up in: float32 for the 16-bit floats, else the dtype itself."""
+    return jnp.float32 if dtype in (jnp.float16, jnp.bfloat16) else dtype
+
+
+def divide(x: jax.Array, normalize: Normalize | None, num_workers: int, contributors: Any) -> jax.Array:
+    """`x`, a sum over `contributors` workers, normalized. Integers give floats, as in `lax.pmean`."""
+    if normalize is None:
+        return x
+    return x / (num_workers if normalize == "skip" else jnp.asarray(contributors).astype(x.real.dtype))
+
+
+def reduce_slices(
+    slices: jax.Array,
+    ring: Ring,
+    num_skipped: int | jax.Array,
+    shift: int | jax.Array,
+    normalize: Normalize | None,
+    mode: Mode,
+    key: jax.Array | None,
+) -> jax.Array:
+    """The reduce-scatter of `slices`, shape (N, S): this worker's own slice, reduced, shape (S,).
+
+    Floats come normalized and in their own dtype. Integers come as exact sums.
+    """
+    size, rank = ring.size, ring.rank
+    dtype = slices.dtype
+    accumulator = _accumulator(dtype)
+    slices = _axes.make_varying(slices, ring.names)
+
+    def local(index: Any) -> jax.Array:
+        return lax.dynamic_index_in_dim(slices, index, axis=0, keepdims=False).astype(accumulator)
+
+    keep = _keep_masks(key, 1 - num_skipped / size) if mode == "dropout" else None
+    start = num_skipped if keep is None else 0
+
+    def step(number: Any, total: jax.Array) -> jax.Array:
+        received = ring.send(total.astype(dtype)).astype(accumulator)
+        index = _ring.slice_to_receive(rank, number, shift, size)
+        own = local(index)
+        if keep is not None:
+            own = jnp.where(keep(rank, index, own.shape), own, 0)
+        return received + own
+
+    total = _loop(start, size - 1, step, local(_ring.slice_to_send(rank, start, shift, size)))
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return total
+    contributors = size - num_skipped if keep is None else _num_kept(keep, ring, shift, total.shape)
+    return divide(total, normalize, size, contributors).astype(dtype)
+
+
+def _keep_masks(key: jax.Array | None, probability: Any) -> Callable[[Any, Any, tuple[int, ...]], jax.Array]:
+    """Algorithm 1's coin: which elements of its slice `index` the worker `rank` adds.
+
+    A function of the shared key, the rank and the slice, so any worker can work out any mask.
+    """
+    assert key is not None  # all_reduce and skipreduce see to it
+
+    def keep(rank: Any, index: Any, shape: tuple[int, ...]) -> jax.Array:
+        own_key = jax.random.fold_in(jax.random.fold_in(key, rank), index)
+        return jax.random.bernoulli(own_key, probability, shape)
+
+    return keep
+
+
+def _num_kept(keep: Callable, ring: Ring, shift: Any, shape: tuple[int, ...]) -> jax.Array:
+    """How many workers contributed to each element of the slice that this worker owns."""
+    index = _ring.owned_slice(ring.rank, shift, ring.size)
+
+    def add(distance: Any, count: jax.Array) -> jax.Array:
+        return count + keep((ring.rank - distance) % ring.size, index, shape).astype(jnp.int32)
+
+    # The worker that sends first has nothing to add to, so it always contributes (Algorithm 1).
+    first = _axes.make_varying(jnp.ones(shape, jnp.int32), ring.names)
+    return _loop(0, ring.size - 1, add, first)
+
+
+def _gather(own: jax.Array, ring: Ring, num_gather_skipped: int | jax.Array) -> jax.Array:
+    """The slices of all workers by rank, shape (N, S); zeros for those that were not sent."""
+    if isinstance(num_gather_skipped, int) and num_gather_skipped == 0:
+        return ring.gather(own)
+    size, rank = ring.size, ring.rank
+
+    def step(number: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        rows, passing = carry
+        passing = ring.send(passing)
+        source = (rank - number - 1) % size
+        return lax.dynamic_update_index_in_dim(rows, passing, source, axis=0), passing
+
+    rows = lax.dynamic_update_index_in_dim(jnp.zeros((size, *own.shape), own.dtype), own, rank, axis=0)
+    return _loop(0, size - 1 - num_gather_skipped, step, (rows, own))[0]
+
+
+def by_slice(ring: Ring, shift: int | jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """A function rows by rank -> rows by slice: row j is the one of the worker that owns slice j."""
+    if isinstance(shift, int):
+        first = _ring.owner(0, shift, ring.size)
+        return lambda rows: rows if first == 0 else jnp.concatenate([rows[first:], rows[:first]])
+    # The owners could be computed; a sort makes XLA do that once, and not again in the copy of every leaf.
+    owners = jnp.argsort(_ring.owned_slice(jnp.arange(ring.size, dtype=jnp.int32), shift, ring.size))
+    return lambda rows: rows.at[owners].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def reduce_blocks(
+    blocks: Sequence[jax.Array],
+    ring: Ring,
+    *,
+    num_skipped: int | jax.Array = 0,
+    shift: int | jax.Array = 0,
+    normalize: Normalize | None = "skip",
+    mode: Mode = "skip",
+    key: jax.Array | None = None,
+    num_gather_skipped: int | jax.Array = 0,
+) -> list[jax.Array]:
+    """All-reduces a bucket: blocks of one dtype, each of shape (N, S_i), whose rows j form slice j.
+
+    One slice of sum(S_i) elements is on the wire per step. Arguments are those of `all_reduce`,
+    checked already.
+
+    Returns:
+      The reduced blocks, in the shapes given.
+    """
+    bucket = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
+    own = reduce_slices(bucket, ring, num_skipped, shift, normalize, mode, key)
+    rows = _gather(own, ring, num_gather_skipped)
+    if not jnp.issubdtype(rows.dtype, jnp.inexact):
+        rows = divide(rows, normalize, ring.size, ring.size - num_skipped)
+    in_place, reduced, column = by_slice(ring, shift), [], 0
+    for block in blocks:
+        # The rotation belongs to the copy out of the bucket, which is made anyway.
+        part = lax.slice_in_dim(rows, column, column + block.shape[1], axis=1)
+        reduced.append(in_place(part))
+        column += block.shape[1]
+    return reduced
+
+
+def slice_size(num_elements: int, num_workers: int) -> int:
+    """Elements of one slice of a vector of `num_elements`, the last one padded: ceil(n / N)."""
+    return -(-num_elements // num_workers)
+
+
+def to_block(x: jax.Array, num_workers: int) -> jax.Array:
+    """`x`, flattened, padded with zeros and cut into N slices: shape (N, ceil(x.size / N))."""
+    padding = slice_size(x.size, num_workers) * num_workers - x.size
+    flat = x.reshape(-1)
+    return (jnp.pad(flat, (0, padding)) if padding else flat).reshape(num_workers, -1 if x.size else 0)
+
+
+def from_block(block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `to_block` for an array of `shape`."""
+    return block.reshape(-1)[: prod(shape)].reshape(shape)
