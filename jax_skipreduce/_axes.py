@@ -63,15 +63,13 @@ def varying_axes(x: Any) -> frozenset[Hashable]:
     return frozenset(jax.typeof(x).mat.varying)
 
 
-def is_tracked(names: tuple[Hashable, ...]) -> bool:
-    """Whether varying values are tracked: true in ``shard_map(check_vma=True)`` alone."""
-    return set(names) <= varying_axes(lax.axis_index(names))
+def is_tracked(rank: jax.Array, names: tuple[Hashable, ...]) -> bool:
+    """Whether varying values are tracked, by the type of a rank: in ``shard_map(check_vma=True)`` alone."""
+    return set(names) <= varying_axes(rank)
 
 
 def make_varying(x: jax.Array, names: tuple[Hashable, ...]) -> jax.Array:
-    """`x`, typed as varying over `names`. Where nothing is tracked, `x` as it is."""
-    if not is_tracked(names):
-        return x
+    """`x`, typed as varying over `names`, which have to be tracked."""
     # A second cast of the same axis raises, so only those that are missing.
     missing = tuple(name for name in names if name not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x

@@ -8,7 +8,7 @@ contribution to a layer vanishes all at once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,33 +19,30 @@ from jax_skipreduce._axes import varying_axes
 from jax_skipreduce._execute import Mode, Normalize, Ring, from_block, reduce_blocks, to_block
 
 
-def group_of(leaf: Any) -> Hashable:
+def group_of(leaf: Any, varying: frozenset[Hashable]) -> Hashable:
     """Leaves with the same answer may share a bucket.
 
     One dtype, because nothing is cast; and one set of axes that they vary over, because joining a
     leaf that is sharded over a model axis with one that is not would make both vary over it.
     """
-    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
-    return jnp.dtype(leaf.dtype).name, frozenset() if is_abstract else varying_axes(leaf)
+    return jnp.dtype(leaf.dtype).name, varying
 
 
-def make_buckets(leaves: Sequence[Any], indices: Sequence[int], bucket_bytes: int) -> list[tuple[int, ...]]:
-    """Groups leaves into buckets, in their order.
+def make_buckets(leaves: Sequence[Any], groups: Mapping[int, Hashable], bucket_bytes: int) -> list[tuple[int, ...]]:
+    """Puts leaves into buckets, in their order.
 
     Args:
-      leaves: arrays, or anything with shape and dtype.
-      indices: which of them to group.
+      leaves: arrays, or anything with size and dtype.
+      groups: of each leaf that goes into a bucket, by its index in `leaves`; see `group_of`.
       bucket_bytes: size up to which a bucket is filled. A larger leaf is a bucket of its own.
 
     Returns:
       For each bucket the indices of its leaves, ordered by its first one.
     """
     buckets: list[list[int]] = []
-    open_buckets: dict[Hashable, tuple[list[int] | None, int]] = {}
-    for index in indices:
-        leaf = leaves[index]
-        num_bytes = leaf.size * jnp.dtype(leaf.dtype).itemsize
-        group = group_of(leaf)
+    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
+    for index, group in sorted(groups.items(), key=lambda item: item[0]):
+        num_bytes = leaves[index].size * jnp.dtype(leaves[index].dtype).itemsize
         bucket, filled = open_buckets.get(group, (None, 0))
         if bucket is None or filled + num_bytes > bucket_bytes:
             bucket, filled = [], 0
@@ -88,7 +85,7 @@ def reduce_in_full(large: Sequence[jax.Array], small: Sequence[jax.Array], ring:
         return []
     groups: dict[Hashable, list[int]] = {}
     for index, leaf in enumerate(small):
-        groups.setdefault(group_of(leaf), []).append(index)
+        groups.setdefault(group_of(leaf, varying_axes(leaf)), []).append(index)
     joined = [jnp.concatenate([small[i].reshape(-1) for i in members]) for members in groups.values()]
     means = lax.pmean([*large, *joined], ring.names)
     result: list[Any] = [*means[: len(large)], *small]

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_skipreduce import _axes
 from jax_skipreduce._axes import AxisName
 from jax_skipreduce._execute import (
     Mode,
@@ -22,7 +21,7 @@ from jax_skipreduce._execute import (
     num_steps_skipped,
     reduce_blocks,
     reduce_slices,
-    scalar,
+    slice_shift,
     slice_size,
     to_block,
 )
@@ -59,7 +58,7 @@ def all_reduce(
       axis_name: a mesh axis or a tuple of them (in any order); under `vmap` and `pmap` one axis.
       num_skipped: k, reduce-scatter steps left out, 0..N-1. An int, or a traced integer scalar that
         is the same on all workers: then one program serves all k, and a value out of range is
-        clamped to it.
+        clamped to it (and reverse-mode differentiation is not possible).
       shift: c, added to every slice index, modulo N. An int or a traced integer scalar that is the
         same on all workers.
       normalize: ``"skip"`` divides by N: what was skipped counts as zero. ``"drop"`` divides by the
@@ -106,7 +105,7 @@ def all_reduce(
     if mode == "dropout" and key is None:
         raise TypeError("key=None: mode='dropout' needs a PRNG key, such as jax.random.key(step)")
     num_skipped = num_steps_skipped("num_skipped", num_skipped, ring)
-    shift = scalar("shift", shift, ring)
+    shift = slice_shift("shift", shift, ring)
     num_gather_skipped = num_steps_skipped("num_gather_skipped", num_gather_skipped, ring)
     if x.size == 0:
         return divide(lax.psum(x, ring.names), normalize, ring.size, ring.size)
@@ -164,7 +163,9 @@ def reduce_scatter(
     check_dtype(x.dtype, "x")
     check_normalize(normalize, allow_none=True)
     skipped = num_steps_skipped("num_skipped", num_skipped, ring)
-    own = reduce_slices(to_block(x, ring.size), ring, skipped, scalar("shift", shift, ring), normalize, "skip", None)
+    own = reduce_slices(
+        to_block(x, ring.size), ring, skipped, slice_shift("shift", shift, ring), normalize, "skip", None
+    )
     if not jnp.issubdtype(own.dtype, jnp.inexact):
         own = divide(own, normalize, ring.size, ring.size - skipped)
     return own
@@ -205,12 +206,12 @@ def all_gather(
     """
     ring = Ring.of(axis_name)
     x = jnp.asarray(x)
-    shift = scalar("shift", shift, ring)
+    shift = slice_shift("shift", shift, ring)
     if shape is not None and slice_size(prod(shape), ring.size) != x.size:
         raise ValueError(
             f"shape={tuple(shape)}: {prod(shape)} elements over {ring.size} workers make slices of "
             f"{slice_size(prod(shape), ring.size)} elements, but x has {x.size}"
         )
-    x = _axes.make_varying(x, ring.names)
+    x = ring.local(x)
     rows = by_slice(ring, shift)(ring.gather(x.reshape(-1)))
     return from_block(rows, (rows.size,) if shape is None else tuple(shape))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from math import prod
 from typing import Any
 
 import jax
@@ -11,11 +12,13 @@ import numpy as np
 import optax
 
 from jax_skipreduce import _ring
-from jax_skipreduce._buckets import make_buckets
+from jax_skipreduce._axes import axis_names
+from jax_skipreduce._buckets import group_of, make_buckets
 from jax_skipreduce._execute import slice_size
+from jax_skipreduce._ratio import num_steps_at
 from jax_skipreduce._reduction import Config
-from jax_skipreduce._selection import Treatment, indices_of, leaf_path, protected_leaves, treatments
-from jax_skipreduce._sharded import broadcast_specs
+from jax_skipreduce._selection import Treatment, indices_of, leaf_paths, protected_leaves, treatments
+from jax_skipreduce._sharded import axes_of, broadcast_specs, specs_of_types
 from jax_skipreduce._transform import SkipReduce
 
 
@@ -137,7 +140,8 @@ def describe(
       params: the parameters, or their shapes (`jax.eval_shape`).
       num_workers: N, workers on the data axis.
       tx: the transformation that `skipreduce` returned (not the chain that it is part of). With
-        `mesh` and `param_specs` in it, numbers are those of one shard.
+        `mesh` or `param_specs` in it, numbers are those of one shard; without `mesh`, call it in a
+        context of `jax.set_mesh`.
       count: the step to look at, where the skip ratio is a schedule.
       **settings: in place of `tx`, the arguments of `skipreduce`: `skip_ratio`, `mode`, `protect`,
         `min_size`, `bucket_bytes`, ..
@@ -146,7 +150,7 @@ def describe(
       A `Description`: plain numbers, and a table when printed.
 
     Raises:
-      ValueError: `num_workers` is below 1, or a setting is out of range.
+      ValueError: `num_workers` is below 1 or not that of the mesh, or a setting is out of range.
       TypeError: `num_workers` is no int, both `tx` and settings are given, or `tx` is not from `skipreduce`.
 
     Example:
@@ -166,32 +170,39 @@ def describe(
         config = Config("data", **settings)
     elif settings:
         raise TypeError(f"tx and {', '.join(settings)}: give the transformation or its settings, not both")
-    elif isinstance(tx, SkipReduce):
+    elif isinstance(tx, SkipReduce) and hasattr(tx, "config"):
         config, mesh, param_specs = tx.config, tx.mesh, tx.param_specs
     else:
         raise TypeError(
             f"tx={tx!r}: expected what sr.skipreduce returned. A chain does not know its parts: "
             "reduction = sr.skipreduce(..), tx = optax.chain(reduction, ..), sr.describe(params, n, reduction)"
         )
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)), params)
-    if mesh is not None:
-        shapes = _shards(shapes, mesh, param_specs)
-    steps_skipped = int(config.num_skipped(num_workers, jnp.int32(count)))
-    treated = treatments(shapes, config.protect, config.min_size)
-    flat = jax.tree_util.tree_flatten_with_path(shapes)[0]
-    buckets = make_buckets([leaf for _, leaf in flat], indices_of(treated, "skipped"), config.bucket_bytes)
-    leaves = tuple(
-        _describe_leaf(leaf_path(path), leaf, treatment, num_workers, steps_skipped, config.mode == "dropout")
-        for (path, leaf), treatment in zip(flat, treated, strict=True)
+    leaves, varying = _shards(params, mesh, param_specs, config, num_workers)
+    paths = leaf_paths(params)
+    steps_skipped = int(num_steps_at(config.skip_ratio, num_workers, jnp.int32(count)))
+    shards = jax.tree.unflatten(jax.tree.structure(params), leaves)
+    is_protected = protected_leaves(shards, config.protect)
+    treated = treatments(shards, is_protected, config.min_size)
+    groups = {i: group_of(leaves[i], varying[i]) for i in indices_of(treated, "skipped")}
+    described = tuple(
+        _describe_leaf(path, leaf, treatment, num_workers, steps_skipped, config.is_dropout)
+        for path, leaf, treatment in zip(paths, leaves, treated, strict=True)
     )
-    protects_nothing = config.protect is not None and not any(protected_leaves(shapes, config.protect))
-    return Description(num_workers, steps_skipped, len(buckets), protects_nothing, leaves)
+    return Description(
+        num_workers=num_workers,
+        num_skipped=steps_skipped,
+        num_buckets=len(make_buckets(leaves, groups, config.bucket_bytes)),
+        protects_nothing=config.protect is not None and not any(is_protected),
+        leaves=described,
+    )
 
 
 def _describe_leaf(
     path: str, leaf: Any, treatment: Treatment, num_workers: int, steps_skipped: int, is_dropout: bool
 ) -> LeafDescription:
-    slice_bytes = slice_size(leaf.size, num_workers) * leaf.dtype.itemsize
+    # psum adds flags up as int32.
+    itemsize = 4 if leaf.dtype == bool else leaf.dtype.itemsize
+    slice_bytes = slice_size(leaf.size, num_workers) * itemsize
     full = _ring.num_wire_steps(num_workers) * slice_bytes
     wire, skipped = full, 0.0
     if treatment == "skipped":
@@ -203,12 +214,30 @@ def _describe_leaf(
     return LeafDescription(path, leaf.shape, str(leaf.dtype), treatment, leaf.size, skipped, wire, full)
 
 
-def _shards(shapes: Any, mesh: Any, param_specs: Any) -> Any:
-    """The shapes of one device's shards."""
-    specs = broadcast_specs(jax.sharding.PartitionSpec() if param_specs is None else param_specs, shapes)
-
-    def shard(shape: Any, spec: Any) -> Any:
-        local = jax.sharding.NamedSharding(mesh, spec).shard_shape(shape.shape)
-        return jax.ShapeDtypeStruct(local, shape.dtype)
-
-    return jax.tree.map(shard, shapes, specs)
+def _shards(
+    params: Any, mesh: Any, param_specs: Any, config: Config, num_workers: int
+) -> tuple[list[jax.ShapeDtypeStruct], list[frozenset[Any]]]:
+    """What one device holds of each parameter, and the axes that the shard varies over."""
+    flat = [jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(params)]
+    if mesh is not None:
+        on_mesh = prod(mesh.shape[name] for name in axis_names(config.axis_name))
+        if on_mesh != num_workers:
+            raise ValueError(
+                f"num_workers={num_workers}: the mesh of tx has {on_mesh} workers along {config.axis_name!r}"
+            )
+    elif param_specs is not None:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            raise ValueError(
+                "tx has param_specs, but no mesh, so the sizes of shards are not known here: call describe in a "
+                "context of jax.set_mesh(mesh)"
+            )
+    if mesh is None:
+        return flat, [frozenset()] * len(flat)
+    specs = specs_of_types(params) if param_specs is None else broadcast_specs(param_specs, params)
+    specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
+    shards = [
+        jax.ShapeDtypeStruct(jax.sharding.NamedSharding(mesh, spec).shard_shape(leaf.shape), leaf.dtype)
+        for leaf, spec in zip(flat, specs, strict=True)
+    ]
+    return shards, [axes_of(spec) for spec in specs]

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 
@@ -35,22 +36,30 @@ _SUPPORTED = (
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The workers of a reduction and how they are typed. Made where it is used, inside the trace."""
+    """The workers of a reduction. Made where it is used, inside the trace.
+
+    Attributes:
+      names: axes, in the order of the mesh.
+      size: number of workers N.
+      rank: this worker's number, an int32 that varies over the axes.
+      tracked: whether JAX tracks which values vary over the axes.
+    """
 
     names: tuple[Hashable, ...]
     size: int
+    rank: jax.Array
     tracked: bool
 
     @classmethod
     def of(cls, axis_name: AxisName) -> Ring:
         """The ring over `axis_name`, which is checked."""
         names = _axes.bound_axes(axis_name)
-        return cls(names, lax.axis_size(names), _axes.is_tracked(names))
+        rank = lax.axis_index(names)
+        return cls(names, lax.axis_size(names), rank, _axes.is_tracked(rank, names))
 
-    @property
-    def rank(self) -> jax.Array:
-        """This worker's number, an int32 that varies over the axis."""
-        return lax.axis_index(self.names)
+    def local(self, x: jax.Array) -> jax.Array:
+        """`x`, typed as differing between workers."""
+        return _axes.make_varying(x, self.names) if self.tracked else x
 
     def send(self, x: jax.Array) -> jax.Array:
         """Passes `x` on to the next worker, returns what came from the previous one."""
@@ -103,8 +112,8 @@ def check_normalize(normalize: Any, allow_none: bool) -> None:
         )
 
 
-def scalar(name: str, value: Any, ring: Ring) -> int | jax.Array:
-    """`value` as a Python int, or as a traced int32 that is the same on all workers."""
+def _integer(name: str, value: Any, ring: Ring) -> int | jax.Array:
+    """`value` as a Python int, or as a traced integer of 32 or 64 bits that is the same on all workers."""
     if isinstance(value, Tracer):
         if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != ():
             raise TypeError(f"{name} has type {jax.typeof(value)}: expected an integer scalar, such as int32[]")
@@ -114,7 +123,7 @@ def scalar(name: str, value: Any, ring: Ring) -> int | jax.Array:
                 f"{name} varies over {', '.join(varying)}: workers that disagree on it wait for each other "
                 "for ever. Compute it from values that all workers share, such as a step counter"
             )
-        return value.astype(jnp.int32)
+        return value if value.dtype.itemsize >= 4 else value.astype(jnp.int32)
     if isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: expected an integer")
     try:
@@ -123,14 +132,23 @@ def scalar(name: str, value: Any, ring: Ring) -> int | jax.Array:
         raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected an integer") from None
 
 
+def slice_shift(name: str, value: Any, ring: Ring) -> int | jax.Array:
+    """`value` as a shift: any integer, modulo N. An int, or a traced int32."""
+    shift = _integer(name, value, ring)
+    if isinstance(shift, int):
+        return shift % ring.size
+    # Before anything is added to it: 2**32 is no multiple of N, so what overflows is another shift.
+    return (shift % jnp.asarray(ring.size, shift.dtype)).astype(jnp.int32)
+
+
 def num_steps_skipped(name: str, value: Any, ring: Ring) -> int | jax.Array:
     """`value` as a number of skipped steps: checked where it is known, clamped to 0..N-1 where traced."""
-    steps = scalar(name, value, ring)
+    steps = _integer(name, value, ring)
     if isinstance(steps, int):
         if not 0 <= steps <= ring.size - 1:
             raise ValueError(f"{name}={steps}: expected 0..{ring.size - 1} for {ring.size} workers")
         return steps
-    return jnp.clip(steps, 0, ring.size - 1)
+    return jnp.clip(steps, 0, ring.size - 1).astype(jnp.int32)
 
 
 def _loop(start: int | jax.Array, stop: int | jax.Array, body: Callable, carry: Any) -> Any:
@@ -139,7 +157,9 @@ def _loop(start: int | jax.Array, stop: int | jax.Array, body: Callable, carry: 
         for step in range(start, stop):
             carry = body(step, carry)
         return carry
-    return lax.fori_loop(jnp.int32(start), jnp.int32(stop), body, carry)
+    # NumPy's int32: a bound that is known makes a loop that can be differentiated in reverse.
+    first, end = (np.int32(bound) if isinstance(bound, int) else bound for bound in (start, stop))
+    return lax.fori_loop(first, end, body, carry)
 
 
 def _accumulator(dtype: Any) -> Any:
@@ -151,7 +171,11 @@ def divide(x: jax.Array, normalize: Normalize | None, num_workers: int, contribu
     """`x`, a sum over `contributors` workers, normalized. Integers give floats, as in `lax.pmean`."""
     if normalize is None:
         return x
-    return x / (num_workers if normalize == "skip" else jnp.asarray(contributors).astype(x.real.dtype))
+    if normalize == "skip":
+        return x / num_workers
+    # Small integers cannot count the workers, so both become what their quotient is.
+    dtype = jax.eval_shape(lambda x: x / 1, x).dtype
+    return x.astype(dtype) / jnp.asarray(contributors).astype(dtype)
 
 
 def reduce_slices(
@@ -170,7 +194,7 @@ def reduce_slices(
     size, rank = ring.size, ring.rank
     dtype = slices.dtype
     accumulator = _accumulator(dtype)
-    slices = _axes.make_varying(slices, ring.names)
+    slices = ring.local(slices)
 
     def local(index: Any) -> jax.Array:
         return lax.dynamic_index_in_dim(slices, index, axis=0, keepdims=False).astype(accumulator)
@@ -215,7 +239,7 @@ def _num_kept(keep: Callable, ring: Ring, shift: Any, shape: tuple[int, ...]) ->
         return count + keep((ring.rank - distance) % ring.size, index, shape).astype(jnp.int32)
 
     # The worker that sends first has nothing to add to, so it always contributes (Algorithm 1).
-    first = _axes.make_varying(jnp.ones(shape, jnp.int32), ring.names)
+    first = ring.local(jnp.ones(shape, jnp.int32))
     return _loop(0, ring.size - 1, add, first)
 
 

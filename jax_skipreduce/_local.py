@@ -7,6 +7,7 @@ outside of the differentiated function, the same parameters have a local gradien
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ import jax
 
 from jax_skipreduce import _axes
 from jax_skipreduce._axes import AxisName
-from jax_skipreduce._selection import leaf_path
+from jax_skipreduce._execute import Ring
+from jax_skipreduce._selection import leaf_paths
 
 
 def local_params(params: Any, axis_name: AxisName) -> Any:
@@ -35,8 +37,7 @@ def local_params(params: Any, axis_name: AxisName) -> Any:
     Raises:
       ValueError: an axis is not bound here.
     """
-    names = _axes.bound_axes(axis_name)
-    return jax.tree.map(lambda leaf: _axes.make_varying(leaf, names), params)
+    return jax.tree.map(Ring.of(axis_name).local, params)
 
 
 def local_value_and_grad(
@@ -74,16 +75,20 @@ def local_value_and_grad(
              [2., 3.]], dtype=float32)
     """
     value_and_grad = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
-    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    positions = [operator.index(n) for n in (argnums if isinstance(argnums, Sequence) else (argnums,))]
 
     def local(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        names = _axes.bound_axes(axis_name)
+        ring = Ring.of(axis_name)
+        if not all(-len(args) <= position < len(args) for position in positions):
+            raise TypeError(
+                f"argnums={argnums}: called with {len(args)} positional argument(s). What is differentiated has to be "
+                "passed by position"
+            )
         marked = list(args)
         for position in positions:
-            marked[position] = local_params(args[position], axis_name)
+            marked[position] = jax.tree.map(ring.local, args[position])
         value, grads = value_and_grad(*marked, **kwargs)
-        loss = value[0] if has_aux else value
-        reduced = _reduced_over(loss, names)
+        reduced = _reduced_over(value[0] if has_aux else value, ring)
         if reduced:
             raise ValueError(
                 f"the loss is the same on all workers of {', '.join(map(repr, reduced))}: the "
@@ -95,23 +100,23 @@ def local_value_and_grad(
     return local
 
 
-def _reduced_over(x: Any, names: tuple[Any, ...]) -> list[Any]:
-    """Axes among `names` over which JAX knows `x` to be the same. Empty where it does not track that."""
-    return [name for name in names if name not in _axes.varying_axes(x)] if _axes.is_tracked(names) else []
+def _reduced_over(x: Any, ring: Ring) -> list[Any]:
+    """Axes over which JAX knows `x` to be the same. Empty where it does not track that."""
+    return [name for name in ring.names if name not in _axes.varying_axes(x)] if ring.tracked else []
 
 
-def check_local(grads: Any, axis_name: AxisName) -> None:
+def check_local(grads: Any, ring: Ring) -> None:
     """Raises ValueError, naming the leaf, if a gradient is reduced already; as far as JAX tracks that."""
-    names = _axes.bound_axes(axis_name)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(grads)[0]:
-        if leaf.dtype == jax.dtypes.float0:
-            continue
-        reduced = _reduced_over(leaf, names)
+    for path, leaf in zip(leaf_paths(grads), jax.tree.leaves(grads), strict=True):
+        reduced = [] if leaf.dtype == jax.dtypes.float0 else _reduced_over(leaf, ring)
         if reduced:
             raise ValueError(
-                f"the gradient {leaf_path(path)!r} is already the same on all workers of "
-                f"{', '.join(map(repr, reduced))}, so there is nothing left to reduce: under "
-                "shard_map(check_vma=True), jax.grad with respect to parameters that all workers share sums over "
-                f"them. Take local gradients with sr.local_value_and_grad(loss_fn, {axis_name!r}), and do not "
-                "psum or pmean them before skipreduce"
+                f"the gradient {path!r} is already the same on all workers of {', '.join(map(repr, reduced))}, so "
+                "there is nothing left to reduce: under shard_map(check_vma=True), jax.grad with respect to parameters "
+                "that all workers share sums over them. Take local gradients with "
+                f"sr.local_value_and_grad(loss_fn, {_shown(ring)}), and do not psum or pmean them before skipreduce"
             )
+
+
+def _shown(ring: Ring) -> str:
+    return repr(ring.names[0] if len(ring.names) == 1 else ring.names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -13,15 +12,12 @@ from jax.core import Tracer
 
 from jax_skipreduce import _axes, _local, _shift
 from jax_skipreduce._axes import AxisName
-from jax_skipreduce._buckets import make_buckets, reduce_bucket, reduce_in_full
+from jax_skipreduce._buckets import group_of, make_buckets, reduce_bucket, reduce_in_full
 from jax_skipreduce._execute import Normalize, Ring, check_normalize, num_steps_skipped
-from jax_skipreduce._selection import Protect, indices_of, treatments
+from jax_skipreduce._ratio import SkipRatio, check_ratio, num_steps_at
+from jax_skipreduce._selection import Protect, indices_of, protected_leaves, treatments
 
-SkipRatio = float | Callable[[Any], Any]
 TransformMode = Literal["random", "static", "dropout"]
-
-# Steps at which a schedule's ratio is looked at when the training step is traced.
-_PROBED_COUNTS = (0, 1, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,57 +36,33 @@ class Config:
     def __post_init__(self) -> None:
         _axes.axis_names(self.axis_name)
         if not callable(self.skip_ratio):
-            _check_ratio(self.skip_ratio)
+            check_ratio(self.skip_ratio)
         if self.mode not in ("random", "static", "dropout"):
             raise ValueError(f"mode={self.mode!r}: expected 'random', 'static' or 'dropout'")
         check_normalize(self.normalize, allow_none=False)
-        for name, least in (("min_size", 0), ("bucket_bytes", 1), ("seed", 0)):
+        # A seed is 32 bits, and a larger one would be another one's double.
+        for name, least, most in (("min_size", 0, None), ("bucket_bytes", 1, None), ("seed", 0, 2**32 - 1)):
             value = getattr(self, name)
+            if isinstance(value, Tracer):
+                raise TypeError(
+                    f"{name} is traced: expected an int. Under optax.inject_hyperparams, name it in static_args"
+                )
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
                 raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected an int")
-            if value < least:
-                raise ValueError(f"{name}={value}: expected at least {least}")
+            if value < least or (most is not None and value > most):
+                raise ValueError(f"{name}={value}: expected {least} or more" + (f", up to {most}" if most else ""))
 
-    def num_skipped(self, num_workers: int, count: Any) -> int | jax.Array:
-        """K in step `count`: round(skip_ratio * N), at most N-1. An int where the ratio is a number."""
-        if not callable(self.skip_ratio):
-            return num_skipped(self.skip_ratio, num_workers)
-        # A schedule is a function of the counter alone, so it can be looked at before it runs; without
-        # the mesh that is set where this is traced, whose axes may be manual here.
-        no_mesh = jax.sharding.AbstractMesh((), ())
-        with jax.ensure_compile_time_eval(), jax.sharding.use_abstract_mesh(no_mesh):
-            for probed in _PROBED_COUNTS:
-                _check_ratio(self.skip_ratio(jnp.int32(probed)), f" at step {probed}")
-        ratio = self.skip_ratio(count)
-        if not isinstance(ratio, Tracer):
-            return num_skipped(ratio, num_workers)
-        return jnp.clip(jnp.round(ratio.astype(jnp.float32) * num_workers), 0, num_workers - 1).astype(jnp.int32)
+    @property
+    def is_dropout(self) -> bool:
+        """Whether single elements are left out, and no step is."""
+        return self.mode == "dropout"
 
 
-def _check_ratio(ratio: Any, where: str = "") -> None:
-    """Raises TypeError or ValueError if `ratio` is no number in [0, 1)."""
-    expected = "expected a number in [0, 1): the share of its gradients that each worker leaves out"
-    try:
-        value = float(ratio)
-    except (TypeError, ValueError):
-        raise TypeError(f"skip_ratio={ratio!r}{where}: {expected}, or an optax schedule that gives one") from None
-    if isinstance(ratio, bool):
-        raise TypeError(f"skip_ratio={ratio}{where}: {expected}")
-    if not 0 <= value < 1:  # neither is NaN
-        raise ValueError(f"skip_ratio={value}{where}: {expected}")
-
-
-def num_skipped(ratio: Any, num_workers: int) -> int:
-    """K = round(ratio * N), at most N-1. In float32, as for a traced ratio, so that both round alike."""
-    return min(int(np.round(np.float32(ratio) * np.float32(num_workers))), num_workers - 1)
-
-
-def reduce_gradients(config: Config, grads: Any, count: jax.Array) -> Any:
+def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -> Any:
     """The gradients of this worker -> their mean over the workers, as `config` says for step `count`."""
-    ring = Ring.of(config.axis_name)
     leaves, treedef = jax.tree.flatten(grads)
-    treated = treatments(grads, config.protect, config.min_size)
-    _local.check_local(grads, config.axis_name)
+    treated = treatments(grads, protected_leaves(grads, config.protect), config.min_size)
+    _local.check_local(grads, ring)
 
     in_full = indices_of(treated, "protected", "integer")
     small = indices_of(treated, "small")
@@ -102,18 +74,20 @@ def reduce_gradients(config: Config, grads: Any, count: jax.Array) -> Any:
     for index, mean in zip([*in_full, *small], means, strict=True):
         reduced[index] = mean
 
-    buckets = make_buckets(leaves, indices_of(treated, "skipped"), config.bucket_bytes)
-    steps_skipped = num_steps_skipped("skip_ratio", config.num_skipped(ring.size, count), ring)
-    shifts = _shifts(config, count, len(buckets), ring, steps_skipped)
-    keys = _shift.step_keys(config.seed, count, len(buckets)) if config.mode == "dropout" else None
+    skipped = indices_of(treated, "skipped")
+    groups = {i: group_of(leaves[i], _axes.varying_axes(leaves[i])) for i in skipped}
+    buckets = make_buckets(leaves, groups, config.bucket_bytes)
+    steps = num_steps_skipped("skip_ratio", num_steps_at(config.skip_ratio, ring.size, count), ring)
+    shifts = _shifts(config, count, len(buckets), ring, steps)
+    keys = _shift.step_keys(config.seed, count, len(buckets)) if config.is_dropout else None
     for number, bucket in enumerate(buckets):
         means = reduce_bucket(
             [leaves[i] for i in bucket],
             ring,
-            num_skipped=steps_skipped,
+            num_skipped=steps,
             shift=shifts[number],
             normalize=config.normalize,
-            mode="dropout" if config.mode == "dropout" else "skip",
+            mode="dropout" if config.is_dropout else "skip",
             key=None if keys is None else keys[number],
         )
         for index, mean in zip(bucket, means, strict=True):
@@ -121,11 +95,13 @@ def reduce_gradients(config: Config, grads: Any, count: jax.Array) -> Any:
     return jax.tree.unflatten(treedef, reduced)
 
 
-def _shifts(config: Config, count: jax.Array, num_buckets: int, ring: Ring, steps_skipped: Any) -> Any:
+def _shifts(config: Config, count: jax.Array, num_buckets: int, ring: Ring, steps: int | jax.Array) -> Any:
     """The shift of each bucket."""
-    if isinstance(steps_skipped, int) and steps_skipped == 0:
+    if isinstance(steps, int) and steps == 0:
         # Nothing is skipped, so nothing needs to move: worker r owns slice r, and no row is rotated.
         return [-1] * num_buckets
-    if config.mode == "random" and num_buckets:
-        return _shift.random_shifts(config.seed, count, num_buckets, ring.size)
-    return [0] * num_buckets
+    if config.mode == "static" or num_buckets == 0:
+        return [0] * num_buckets
+    # Dropout too, other than in Algorithm 1: the first worker of a chain always contributes, and without a
+    # shift it would be the same one for ever.
+    return _shift.random_shifts(config.seed, count, num_buckets, ring.size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
@@ -17,15 +19,17 @@ Protect: TypeAlias = Any  # a pytree of bools, a function (path, leaf) -> bool, 
 Treatment = Literal["skipped", "protected", "small", "integer", "empty"]
 
 
-def leaf_path(path: tuple[Any, ...]) -> str:
-    """A key path of `jax.tree_util` as users write it: ``encoder/layers/0/kernel``.
+def leaf_paths(tree: Any) -> list[str]:
+    """The key path of each leaf, as users write it: ``encoder/layers/0/kernel``.
 
-    Flax NNX keeps each array in a variable's attribute ``value``, and unwraps it before optax sees it. The
-    path is the same in both forms.
+    Flax NNX keeps each array in a variable's attribute ``value``, and unwraps it before optax sees it;
+    the path is the same in both forms: without a last ``value`` that is the only child of its parent.
     """
-    if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
-        path = path[:-1]
-    return jax.tree_util.keystr(path, simple=True, separator="/") or "(root)"
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    parents = collections.Counter(path[:-1] for path in paths)
+    value = jax.tree_util.GetAttrKey("value")
+    short = [path[:-1] if len(path) > 1 and path[-1] == value and parents[path[:-1]] == 1 else path for path in paths]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") or "(root)" for path in short]
 
 
 def by_path(pattern: str | re.Pattern[str]) -> Callable[[str, Any], bool]:
@@ -66,10 +70,14 @@ def protected_leaves(tree: Any, protect: Protect) -> list[bool]:
       ValueError: a mask whose structure is neither that of `tree` nor a prefix of it.
       TypeError: something other than a bool, in a mask or from a function.
     """
-    paths = [leaf_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    paths = leaf_paths(tree)
     if protect is None:
         return [False] * len(paths)
     if callable(protect):
+        try:
+            inspect.signature(protect).bind("path", None)
+        except TypeError as error:
+            raise TypeError(f"protect={protect!r}: expected a function of (path, leaf): {error}") from None
         answers: list[Any] = [protect(path, leaf) for path, leaf in zip(paths, jax.tree.leaves(tree), strict=True)]
         what = "protect(path, leaf) returned"
     else:
@@ -90,21 +98,21 @@ def protected_leaves(tree: Any, protect: Protect) -> list[bool]:
     return [bool(answer) for answer in answers]
 
 
-def treatments(tree: Any, protect: Protect, min_size: int) -> list[Treatment]:
+def treatments(tree: Any, is_protected: Sequence[bool], min_size: int) -> list[Treatment]:
     """What happens to each leaf of `tree`, in order.
 
     ``"skipped"`` leaves go through the ring with skipping. All others are reduced in full: those
-    that `protect` names, those under `min_size` elements, and integer and bool leaves. Leaves
+    that are protected, those under `min_size` elements, and integer and bool leaves. Leaves
     without elements (``"empty"``: zero size, or the float0 of a gradient with respect to integers)
     are left alone.
 
     Raises:
       TypeError: a leaf is no array, or has a dtype that cannot be reduced.
-      ValueError: the mask does not match.
     """
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    marks = protected_leaves(tree, protect)
-    return [_treatment(leaf_path(path), leaf, mark, min_size) for (path, leaf), mark in zip(flat, marks, strict=True)]
+    return [
+        _treatment(path, leaf, mark, min_size)
+        for path, leaf, mark in zip(leaf_paths(tree), jax.tree.leaves(tree), is_protected, strict=True)
+    ]
 
 
 def _treatment(path: str, leaf: Any, is_protected: bool, min_size: int) -> Treatment:

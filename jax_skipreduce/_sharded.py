@@ -7,47 +7,57 @@ user's, or, in pjit programs, one over the whole mesh, to which gradients come s
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_skipreduce import _axes
+from jax_skipreduce._execute import Ring
 from jax_skipreduce._reduction import Config, reduce_gradients
-from jax_skipreduce._selection import leaf_path
+from jax_skipreduce._selection import leaf_paths
 
 
 def reduce_local(config: Config, param_specs: Any, grads: Any, count: Any) -> Any:
-    """The mean of local gradients, in a shard_map that is manual over `config.axis_name` at least.
+    """The mean of local gradients, where `config.axis_name` is bound.
 
     Raises:
       ValueError: `param_specs` is given where no axis is left that it could name.
     """
-    names = _axes.bound_axes(config.axis_name)
+    ring = Ring.of(config.axis_name)
     mesh = jax.sharding.get_abstract_mesh()
     remaining = [name for name in mesh.axis_names if name not in mesh.manual_axes]
     if not remaining:
         if param_specs is not None:
             raise ValueError(
-                f"param_specs={param_specs}: all mesh axes are manual here, so gradients are shards already. Leave "
-                "it out; it is for jax.shard_map(.., axis_names=..) over some of the axes, or with mesh= for pjit "
-                "programs"
+                f"param_specs={param_specs}: there is no mesh axis here that is not manual, so gradients are shards "
+                "already. Leave it out; it is for jax.shard_map(.., axis_names=..) over some of the axes, or with "
+                "mesh= for pjit programs"
             )
-        return reduce_gradients(config, grads, count)
-    specs = _specs(param_specs, grads, remaining, ())
-    if not any(jax.tree.leaves(jax.tree.map(lambda spec: any(spec), specs, is_leaf=_is_spec))):
-        return reduce_gradients(config, grads, count)  # over Auto axes that nothing is said of
+        return reduce_gradients(config, ring, grads, count)
+    arrays = _without_float0(grads)
+    specs = _specs(param_specs, arrays, remaining, num_leading=0)
+    if not any(axes_of(spec) for spec in jax.tree.leaves(specs, is_leaf=_is_spec)):
+        return reduce_gradients(config, ring, grads, count)  # over Auto axes that nothing is said of
+
+    def reduce(arrays: Any, count: Any, rank: jax.Array) -> Any:
+        # The rank comes in as an operand: JAX 0.10.0 cannot lower axis_index of the outer axis here.
+        return reduce_gradients(config, dataclasses.replace(ring, rank=rank), arrays, count)
+
+    shared = PartitionSpec()
     mapped = jax.shard_map(
-        functools.partial(reduce_gradients, config),
-        in_specs=(specs, PartitionSpec()),
+        reduce,
+        in_specs=(specs, shared, shared),
         out_specs=specs,
         axis_names=set(remaining),
-        check_vma=_axes.is_tracked(names),
+        check_vma=ring.tracked,
     )
-    return mapped(grads, count)
+    return _with_float0(grads, mapped(arrays, count, ring.rank), num_leading=0)
 
 
 def reduce_stacked(config: Config, mesh: Any, param_specs: Any, grads: Any, count: Any, params: Any) -> Any:
@@ -60,11 +70,12 @@ def reduce_stacked(config: Config, mesh: Any, param_specs: Any, grads: Any, coun
             "gradients"
         )
     _check_rows(grads, params, names, prod(mesh.shape[name] for name in names))
-    specs = _specs(param_specs, grads, [name for name in mesh.axis_names if name not in names], (None,))
+    arrays = _without_float0(grads)
+    specs = _specs(param_specs, arrays, [name for name in mesh.axis_names if name not in names], num_leading=1)
     stacked_specs = jax.tree.map(lambda spec: PartitionSpec(names, *spec), specs, is_leaf=_is_spec)
 
-    def reduce(local: Any, count: Any) -> Any:
-        return reduce_gradients(config, jax.tree.map(lambda row: row[0], local), count)
+    def reduce(rows: Any, count: Any) -> Any:
+        return reduce_gradients(config, Ring.of(names), jax.tree.map(lambda row: row[0], rows), count)
 
     mapped = jax.shard_map(
         reduce,
@@ -73,7 +84,7 @@ def reduce_stacked(config: Config, mesh: Any, param_specs: Any, grads: Any, coun
         out_specs=specs,
         axis_names=set(mesh.axis_names),
     )
-    return mapped(grads, count)
+    return _with_float0(grads, mapped(arrays, count), num_leading=1)
 
 
 def broadcast_specs(param_specs: Any, tree: Any) -> Any:
@@ -91,36 +102,45 @@ def broadcast_specs(param_specs: Any, tree: Any) -> Any:
         ) from None
 
 
+def specs_of_types(tree: Any, num_leading: int = 0) -> Any:
+    """How the leaves of `tree` are sharded over Explicit axes, which their types say; of Auto axes they say nothing.
+
+    The first `num_leading` dimensions are left out.
+    """
+    return jax.tree.map(lambda leaf: PartitionSpec(*jax.typeof(leaf).sharding.spec[num_leading:]), tree)
+
+
+def axes_of(spec: PartitionSpec) -> frozenset[Hashable]:
+    """The axes that `spec` names."""
+    names = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
+    return frozenset(name for name in names if name is not None)
+
+
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _specs(param_specs: Any, grads: Any, available: list[Any], leading: tuple[None, ...]) -> Any:
+def _specs(param_specs: Any, grads: Any, available: Sequence[Any], num_leading: int) -> Any:
     """One PartitionSpec over the `available` axes per parameter, checked.
 
     Args:
       param_specs: what the user gave.
-      grads: the gradients, which have as many dimensions more than the parameters as `leading`.
+      grads: the gradients, with `num_leading` dimensions more than the parameters.
       available: axes that parameters may be sharded over.
-      leading: one entry per leading dimension.
+      num_leading: 1 where gradients are stacked by worker, else 0.
     """
-    if param_specs is None:
-        # With Explicit axes the type of a gradient says how it is sharded; of Auto axes it says nothing.
-        specs = jax.tree.map(lambda leaf: PartitionSpec(*jax.typeof(leaf).sharding.spec[len(leading) :]), grads)
-    else:
-        specs = broadcast_specs(param_specs, grads)
-    flat = jax.tree_util.tree_flatten_with_path(specs, is_leaf=_is_spec)[0]
-    for (path, spec), leaf in zip(flat, jax.tree.leaves(grads), strict=True):
-        where = f"param_specs has {spec} for {leaf_path(path)!r}"
+    specs = specs_of_types(grads, num_leading) if param_specs is None else broadcast_specs(param_specs, grads)
+    for path, spec, leaf in zip(
+        leaf_paths(grads), jax.tree.leaves(specs, is_leaf=_is_spec), jax.tree.leaves(grads), strict=True
+    ):
+        where = f"param_specs has {spec} for {path!r}"
         if not _is_spec(spec):
             raise TypeError(f"{where}: expected a PartitionSpec")
-        used = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
-        other = sorted({str(name) for name in used if name is not None and name not in available})
+        other = sorted(str(name) for name in axes_of(spec) - set(available))
         if other:
             raise ValueError(f"{where}: parameters can be sharded over {available} here, not over {', '.join(other)}")
-        num_dimensions = jnp.ndim(leaf) - len(leading)
-        if len(spec) > num_dimensions:
-            raise ValueError(f"{where}: expected at most {num_dimensions} entries, one per dimension")
+        if len(spec) > jnp.ndim(leaf) - num_leading:
+            raise ValueError(f"{where}: expected at most {jnp.ndim(leaf) - num_leading} entries, one per dimension")
     return specs
 
 
@@ -135,12 +155,27 @@ def _check_rows(grads: Any, params: Any, names: tuple[Any, ...], num_workers: in
         raise ValueError(
             f"params and gradients differ in structure: {jax.tree.structure(params)} and {jax.tree.structure(grads)}"
         )
-    flat = jax.tree_util.tree_flatten_with_path(grads)[0]
-    for (path, leaf), param in zip(flat, jax.tree.leaves(params), strict=True):
+    for path, leaf, param in zip(leaf_paths(grads), jax.tree.leaves(grads), jax.tree.leaves(params), strict=True):
         expected = (num_workers, *jnp.shape(param))
         if jnp.shape(leaf) != expected:
             raise ValueError(
-                f"the gradient {leaf_path(path)!r} has shape {jnp.shape(leaf)}: with mesh=, expected {expected}, one "
+                f"the gradient {path!r} has shape {jnp.shape(leaf)}: with mesh=, expected {expected}, one "
                 f"row per worker of {names}. Stack local gradients with jax.vmap(jax.grad(loss_fn), "
                 f"in_axes=(None, 0), spmd_axis_name={names!r}) over a batch of shape ({num_workers}, local batch, ..)"
             )
+
+
+def _is_float0(leaf: Any) -> bool:
+    """Whether `leaf` is the gradient of integers, which holds nothing and cannot go through a shard_map."""
+    return leaf.dtype == jax.dtypes.float0
+
+
+def _without_float0(grads: Any) -> Any:
+    return jax.tree.map(lambda leaf: None if _is_float0(leaf) else leaf, grads)
+
+
+def _with_float0(grads: Any, reduced: Any, num_leading: int) -> Any:
+    def put_back(before: Any, after: Any) -> Any:
+        return np.zeros(before.shape[num_leading:], jax.dtypes.float0) if _is_float0(before) else after
+
+    return jax.tree.map(put_back, grads, reduced)

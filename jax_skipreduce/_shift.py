@@ -22,10 +22,10 @@ def step_keys(seed: int, count: jax.Array, num_buckets: int) -> jax.Array:
     # Threefry whatever jax_default_prng_impl says: the same shifts on every platform.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), count)
     # Folded again per bucket, so that buckets skip different workers in the same step.
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(num_buckets))
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(num_buckets, dtype=jnp.uint32))
 
 
 def random_shifts(seed: int, count: jax.Array, num_buckets: int, num_workers: int) -> jax.Array:
     """The shift of each bucket in step `count`: int32 of shape (num_buckets,), each 0..N-1."""
     keys = step_keys(seed, count, num_buckets)
-    return jax.vmap(lambda key: jax.random.randint(key, (), 0, num_workers))(keys)
+    return jax.vmap(lambda key: jax.random.randint(key, (), 0, num_workers, jnp.int32))(keys)

@@ -11,7 +11,8 @@ import optax
 from jax_skipreduce import _axes, _sharded
 from jax_skipreduce._axes import AxisName
 from jax_skipreduce._execute import Normalize
-from jax_skipreduce._reduction import Config, SkipRatio, TransformMode
+from jax_skipreduce._ratio import SkipRatio
+from jax_skipreduce._reduction import Config, TransformMode
 from jax_skipreduce._selection import Protect
 
 
@@ -74,17 +75,19 @@ def skipreduce(
       axis_name: the data-parallel mesh axis, or a tuple of them in any order.
       skip_ratio: share of the gradient that each worker leaves out: a number in [0, 1), which gives
         a static k, or an optax schedule of the step counter, which gives a traced k without
-        recompilation (the ratios that it gives are checked at some steps, and clamped at all).
+        recompilation (what it gives is checked at some steps when the step is traced, and clamped at
+        all others). k is rounded half to even: half of 3 workers are 2, a quarter of 2 are none.
       mode: ``"random"`` moves the skipped slices every step. ``"static"`` does not: it biases
-        training as soon as workers see different data. ``"dropout"`` (Algorithm 1) skips single
-        elements with probability k/N and saves nothing on the wire: a yardstick.
+        training as soon as workers see different data. ``"dropout"`` (Algorithm 1, at random shifts)
+        skips single elements with probability k/N, except for the first worker of each slice, and
+        saves nothing on the wire: a yardstick.
       normalize: ``"skip"`` divides by N, so that what was skipped counts as zero. ``"drop"`` divides
         by the number of contributors, N-k, and is unbiased over the shifts.
       protect: leaves to reduce in full: a pytree of bools (or a prefix), or a function of (path,
         leaf) such as `by_path`.
       min_size: leaves with fewer elements are reduced in full.
       bucket_bytes: size up to which leaves are joined into one collective.
-      seed: from which, with the counter, the shifts are drawn. The same on all workers.
+      seed: from which, with the counter, the shifts are drawn, 0..2**32-1. The same on all workers.
       mesh: for pjit programs: the mesh. `update` then needs `params`.
       param_specs: the `PartitionSpec` of each parameter (a pytree, or a prefix of it) over axes that
         are not manual: with `mesh`, or in a `shard_map` over some of the axes. Shards are then reduced
@@ -140,7 +143,7 @@ def skipreduce(
 
 
 def _check_count(count: jax.Array, axis_name: AxisName) -> None:
-    varying = _axes.varying_axes(count) & set(_axes.bound_axes(axis_name))
+    varying = _axes.varying_axes(count) & set(_axes.axis_names(axis_name))
     if varying:
         raise ValueError(
             f"the step counter of skipreduce varies over {', '.join(sorted(map(str, varying)))}: workers with "

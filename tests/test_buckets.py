@@ -30,7 +30,7 @@ def test_cutting_in_slices_is_undone(shape, num_workers):
 @given(leaf_lists(), st.integers(1, 600))
 def test_every_leaf_is_in_one_bucket(leaves, bucket_bytes):
     indices = [i for i, leaf in enumerate(leaves) if leaf.size % 3]
-    buckets = _buckets.make_buckets(leaves, indices, bucket_bytes)
+    buckets = _buckets.make_buckets(leaves, {i: leaves[i].dtype for i in indices}, bucket_bytes)
     assert sorted(i for bucket in buckets for i in bucket) == indices
     assert [bucket[0] for bucket in buckets] == sorted(bucket[0] for bucket in buckets)
     for bucket in buckets:
@@ -41,7 +41,7 @@ def test_every_leaf_is_in_one_bucket(leaves, bucket_bytes):
 
 @given(leaf_lists())
 def test_buckets_are_no_smaller_than_they_need_to_be(leaves):
-    buckets = _buckets.make_buckets(leaves, range(len(leaves)), 10**9)
+    buckets = _buckets.make_buckets(leaves, {i: leaf.dtype for i, leaf in enumerate(leaves)}, 10**9)
     assert len(buckets) == len({leaf.dtype for leaf in leaves})
 
 

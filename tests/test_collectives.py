@@ -54,6 +54,26 @@ def test_contributors_are_those_of_the_paper(num_workers):
                 np.testing.assert_array_equal(result, np.tile(expected, (num_workers, 1)))
 
 
+@pytest.mark.parametrize("num_workers", [3, 7, 8])
+def test_a_shift_of_any_size_counts_modulo_n(num_workers):
+    x = powers_of_two(num_workers, num_workers)
+    traced = each_worker(
+        "vmap", lambda x, c: sr.all_reduce(x, "data", num_skipped=1, shift=c, normalize=None), num_workers
+    )
+    largest = np.iinfo(np.int32).max
+    for shift in (
+        *(np.int32(largest), np.int32(largest - 1), np.int32(-largest - 1), np.int8(-100), np.uint8(250)),
+        *(np.uint32(2**32 - 1), np.uint32(2**31)),
+    ):
+        expected = expected_sum(num_workers, 1, int(shift) % num_workers)
+        np.testing.assert_array_equal(traced(x, jnp.asarray(shift))[0], expected)
+    for shift in (2**31, 2**40 + 1, -(2**35)):
+        static = each_worker(
+            "vmap", lambda x, c=shift: sr.all_reduce(x, "data", num_skipped=1, shift=c, normalize=None), num_workers
+        )
+        np.testing.assert_array_equal(static(x)[0], expected_sum(num_workers, 1, shift % num_workers))
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 8])
 def test_every_way_to_run_agrees_with_the_reference_to_the_bit(runner, num_workers):
@@ -213,6 +233,20 @@ def test_normalize(normalize, dtype):
                 np.testing.assert_array_equal(result, total / np.float32(divisor))
             else:  # XLA multiplies by the reciprocal of a divisor, here as in pmean: one ulp
                 np.testing.assert_array_max_ulp(np.asarray(result), total / np.float32(divisor), maxulp=1)
+
+
+def test_small_integers_cannot_count_many_workers():
+    x = jnp.zeros((300, 4), jnp.int8).at[7].set(60)
+    for normalize in ("skip", "drop"):
+        mean = each_worker("vmap", lambda x, n=normalize: sr.all_reduce(x, "data", normalize=n), 300)(x)
+        np.testing.assert_allclose(mean[0], 60 / 300, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float16", "int32"])
+def test_drop_divides_every_dtype(dtype):
+    x = powers_of_two(8, 16, dtype)
+    traced = each_worker("vmap", lambda x, k: sr.all_reduce(x, "data", num_skipped=k, normalize="drop"), 8)
+    np.testing.assert_allclose(traced(x, 4)[0], (expected_sum(8, 4, 0, 2) / 4).astype(traced(x, 4).dtype), rtol=1e-3)
 
 
 def test_drop_is_unbiased_over_the_shifts():
@@ -399,6 +433,34 @@ def test_derivative_is_that_of_pmean():
         )
 
 
+@pytest.mark.parametrize("num_workers", [8, 20])
+def test_derivative_where_steps_become_a_loop(num_workers):
+    x = normal((num_workers, 40))
+
+    @jax.jit
+    def loss(x):
+        reduced = jax.vmap(lambda x: sr.all_reduce(x, "data", num_skipped=1), axis_name="data")(x)
+        return jnp.sum(reduced[0] ** 2)
+
+    direction = normal(x.shape, seed=1)
+    along = (loss(x + 1e-2 * direction) - loss(x - 1e-2 * direction)) / 2e-2
+    np.testing.assert_allclose(jnp.vdot(jax.grad(loss)(x), direction), along, rtol=1e-2)
+
+
+def test_a_batch_of_shifts_and_of_ks():
+    x = powers_of_two(8, 8)
+    shifts, steps = jnp.arange(4), jnp.asarray([0, 3, 7, 1])
+
+    def local(x):
+        reduce = lambda k, c: sr.all_reduce(x, "data", num_skipped=k, shift=c, normalize=None)  # noqa: E731
+        return jax.vmap(reduce)(steps, shifts)
+
+    for runner in ("vmap", "shard_map"):
+        got = each_worker(runner, local, 8)(x)[0]
+        for row, k, c in zip(got, steps, shifts, strict=True):
+            np.testing.assert_array_equal(row, expected_sum(8, int(k), int(c)))
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -436,6 +498,7 @@ def test_a_traced_k_out_of_range_is_clamped():
     function = replicated_step(lambda x, k: sr.all_reduce(x, "data", num_skipped=k, normalize="drop"), 8)
     assert bits(function(x, 100)) == bits(function(x, 7))
     assert bits(function(x, -3)) == bits(function(x, 0))
+    assert bits(function(x, jnp.uint32(2**32 - 1))) == bits(function(x, 7))
 
 
 @pytest.mark.parametrize("dtype", ["bool", "float8_e4m3fn", "int4"])

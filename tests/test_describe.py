@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
@@ -95,6 +95,24 @@ def test_shards():
     assert leaves["w"].shape == (40, 40)
     assert leaves["v"].shape == (4000,)
     assert leaves["w"].full_wire_bytes == 6 * 400 * 4
+
+
+def test_shards_of_other_kinds():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    weights = {"w": jax.device_put(jnp.zeros((40, 80)), NamedSharding(mesh, P(None, "model"))), "v": jnp.zeros(4000)}
+    # With Explicit axes, types say it.
+    description = sr.describe(weights, 4, sr.skipreduce("data", mesh=mesh))
+    assert by_path(description)["w"].shape == (40, 40)
+    # Two rings: what varies over the model axis is not joined with what does not.
+    assert description.num_buckets == 2
+    # In a shard_map over the data axis alone, the mesh is the one that is set.
+    partial = sr.skipreduce("data", param_specs={"w": P(None, "model"), "v": P()})
+    with pytest.raises(ValueError, match=r"call describe in a context of jax.set_mesh\(mesh\)"):
+        sr.describe(weights, 4, partial)
+    with jax.set_mesh(mesh):
+        assert by_path(sr.describe(weights, 4, partial))["w"].shape == (40, 40)
+    with pytest.raises(ValueError, match="num_workers=8: the mesh of tx has 4 workers along 'data'"):
+        sr.describe(weights, 8, sr.skipreduce("data", mesh=mesh))
 
 
 def test_table():

@@ -86,3 +86,11 @@ def test_an_axis_that_is_not_bound():
         sr.local_params(PARAMS, "data")
     with pytest.raises(ValueError, match="no axis 'data' is bound here"):
         sr.local_value_and_grad(loss_fn, "data")(PARAMS, normal((4, 5)))
+
+
+def test_arguments_that_are_not_positional():
+    run = sr.local_value_and_grad(loss_fn, "data")
+    with pytest.raises(TypeError, match=r"argnums=0: called with 0 positional argument"):
+        each_worker("vmap", lambda x: run(params=PARAMS, x=x), 8)(normal((8, 4, 5)))
+    with_numpy = sr.local_value_and_grad(loss_fn, "data", argnums=np.int64(0))
+    assert each_worker("vmap", lambda x: with_numpy(PARAMS, x)[1]["w"], 8)(normal((8, 4, 5))).shape == (8, 5, 3)

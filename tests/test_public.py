@@ -24,6 +24,7 @@ LAYERS = (
     "_selection",
     "_buckets",
     "_local",
+    "_ratio",
     "_reduction",
     "_sharded",
     "_transform",

@@ -1,10 +1,18 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_skipreduce as sr
-from jax_skipreduce._selection import protected_leaves, treatments
+from jax_skipreduce import _selection
+from jax_skipreduce._selection import protected_leaves
+
+
+def treatments(tree, protect, min_size):
+    return _selection.treatments(tree, protected_leaves(tree, protect), min_size)
+
 
 TREE = {
     "conv": {"kernel": jnp.zeros((3, 3, 8, 16)), "bias": jnp.zeros(16)},
@@ -44,6 +52,23 @@ def test_by_path():
     assert [path for path, mark in named(marks).items() if mark] == ["conv/bias", "conv/kernel", "dense/1"]
     with pytest.raises(ValueError, match=r"pattern='\(' is not a regular expression"):
         sr.by_path("(")
+
+
+def test_an_attribute_called_value_is_part_of_the_path():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Attention:
+        query: jax.Array
+        value: jax.Array
+
+    tree = {"attn": Attention(jnp.zeros(2), jnp.zeros(2))}
+    assert _selection.leaf_paths(tree) == ["attn/query", "attn/value"]
+    assert protected_leaves(tree, sr.by_path("attn/value$")) == [False, True]
+
+
+def test_a_function_of_something_else():
+    with pytest.raises(TypeError, match=r"expected a function of \(path, leaf\)"):
+        protected_leaves(TREE, lambda params: params)
 
 
 def test_a_function_sees_path_and_leaf():

@@ -188,9 +188,22 @@ def test_shard_map_over_the_data_axis_alone(axis_type, param_specs, check_vma):
         assert [shape.split("]")[0] for shape in ring] == [f"f32[4,{(16 * 32 + 32 + 32 * 12) // 4}"]
 
 
+def test_gradients_of_integers_pass():
+    """As `float0`, which holds nothing and cannot go through a shard_map."""
+    mesh = make_mesh(AxisType.Auto)
+    tx = sr.skipreduce("data", 0.5, mesh=mesh, min_size=0)
+    weights = {"w": jnp.ones((8,)), "n": jnp.zeros((3,), jnp.int32)}
+    loss = jax.grad(lambda p, x: jnp.sum(p["w"] * x), allow_int=True)
+    grads = jax.vmap(loss, in_axes=(None, 0))(weights, normal((4, 8)))
+    reduced, _ = tx.update(grads, tx.init(None), weights)
+    assert reduced["n"].dtype == jax.dtypes.float0
+    assert reduced["n"].shape == (3,)
+    assert reduced["w"].shape == (8,)
+
+
 def test_param_specs_where_all_axes_are_manual():
     tx = sr.skipreduce("data", param_specs=P("model"))
-    with pytest.raises(ValueError, match="all mesh axes are manual here, so gradients are shards already"):
+    with pytest.raises(ValueError, match="there is no mesh axis here that is not manual, so gradients are shards"):
         jax.shard_map(
             lambda g: tx.update({"w": g[0]}, tx.init(None))[0],
             mesh=make_mesh(AxisType.Auto),

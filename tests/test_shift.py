@@ -61,6 +61,14 @@ def test_shift_does_not_depend_on_the_default_generator():
         np.testing.assert_array_equal(shifts_of_steps(10, 2, 8), expected)
 
 
+def test_shift_does_not_depend_on_the_width_of_integers():
+    expected = shifts_of_steps(20, 3, 7)
+    with jax.enable_x64(True):
+        got = shifts_of_steps(20, 3, 7)
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, expected)
+
+
 def test_the_keys_of_a_step_differ():
     keys = jax.random.key_data(step_keys(0, jnp.int32(5), 4))
     assert len({tuple(key) for key in np.asarray(keys)}) == 4

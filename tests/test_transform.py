@@ -6,12 +6,14 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce import _reduction, _shift
+from jax_skipreduce import _ratio, _shift
 from tests.helpers import (
     RUNNERS,
     bits,
@@ -55,6 +57,41 @@ def assert_trees_close(one, other, **tolerance):
         np.testing.assert_allclose(np.float64(np.asarray(a)), np.float64(np.asarray(b)), **tolerance)
 
 
+@pytest.mark.parametrize("normalize", ["skip", "drop"])
+@pytest.mark.parametrize("mode", ["random", "dropout"])
+def test_double_precision(mode, normalize):
+    with jax.enable_x64(True):
+        grads = {"w": normal((8, 40), jnp.float64), "c": normal((8, 40), jnp.complex128), "h": normal((8, 64))}
+        tx = sr.skipreduce("data", 0.5, mode=mode, normalize=normalize, min_size=0)
+        got = replicated_step(update(tx, count=2), 8)(grads)
+        assert {name: leaf.dtype.name for name, leaf in got.items()} == {
+            "w": "float64",
+            "c": "complex128",
+            "h": "float32",
+        }
+        float32 = {name: leaf for name, leaf in grads.items() if name == "h"}
+    # The same slices are skipped as without.
+    without = replicated_step(update(tx, count=2), 8)({"h": jnp.asarray(np.asarray(float32["h"]))})
+    if mode == "random":
+        alone = sr.skipreduce("data", 0.5, mode=mode, normalize=normalize, min_size=0)
+        with jax.enable_x64(True):
+            again = replicated_step(update(alone, count=2), 8)(float32)
+        assert bits(again["h"]) == bits(without["h"])
+
+
+def test_dropout_favours_no_worker():
+    num_steps = 1500
+    tx = sr.skipreduce("data", 0.5, mode="dropout", min_size=0)
+
+    def local(grads):
+        return lax.map(lambda count: tx.update(grads, sr.SkipReduceState(count))[0], jnp.arange(num_steps))
+
+    sums = np.asarray(jax.jit(jax.vmap(local, axis_name="data"))({"w": powers_of_two(8, 8)})["w"][0] * 8, np.int64)
+    share = ((sums[:, :, None] >> np.arange(8)) & 1).mean(0)
+    # Each contributes with probability 1/2, but surely where it comes first, which is one time in eight.
+    assert np.abs(share - (0.5 + 0.5 / 8)).max() < 5 * np.sqrt(0.25 / num_steps)
+
+
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("min_size", [0, 100])
 @pytest.mark.parametrize("mode", ["random", "static", "dropout"])
@@ -77,7 +114,7 @@ def test_contributors_of_a_leaf(runner, num_workers):
     grads = {"a": powers_of_two(num_workers, 3 * num_workers), "b": powers_of_two(num_workers, num_workers)}
     for ratio in (0.0, 0.5, 0.9):
         tx = sr.skipreduce("data", ratio, min_size=0, seed=5)
-        k = _reduction.num_skipped(ratio, num_workers)
+        k = _ratio.num_steps_of(ratio, num_workers)
         got = each_worker(runner, update(tx, count=7), num_workers)(grads)
         shift = int(_shift.random_shifts(5, jnp.int32(7), 1, num_workers)[0]) if k else 0
         for name, slice_size in (("a", 3), ("b", 1)):
@@ -86,8 +123,9 @@ def test_contributors_of_a_leaf(runner, num_workers):
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("mode", ["random", "static", "dropout"])
-@pytest.mark.parametrize("normalize", ["skip", "drop"])
+@pytest.mark.parametrize(
+    ("mode", "normalize"), [("random", "skip"), ("random", "drop"), ("static", "skip"), ("dropout", "drop")]
+)
 def test_all_ways_to_run_give_the_same_bits_on_all_workers(runner, mode, normalize):
     grads = tree()
     tx = sr.skipreduce("data", 0.5, mode=mode, normalize=normalize, min_size=100, bucket_bytes=3000)
@@ -97,6 +135,38 @@ def test_all_ways_to_run_give_the_same_bits_on_all_workers(runner, mode, normali
         if a.size:
             assert len({bits(row) for row in a}) == 1
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-6)
+
+
+leaves = st.builds(
+    lambda shape, dtype, seed: normal((2, *shape), jnp.dtype(dtype), seed),
+    st.lists(st.integers(0, 5), max_size=3),
+    st.sampled_from(["float32", "float32", "float16", "complex64", "int32"]),
+    st.integers(0, 99),
+)
+trees = st.recursive(
+    st.none() | leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=2).map(tuple)
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=30)
+@given(trees, st.integers(1, 200), st.sampled_from([0, 4, 1024]))
+def test_any_tree_goes_through_buckets_and_back(grads, bucket_bytes, min_size):
+    tx = sr.skipreduce("data", 0.0, bucket_bytes=bucket_bytes, min_size=min_size)
+    got = jax.vmap(update(tx), axis_name="data", axis_size=2)(grads)
+    expected = jax.vmap(lambda g: lax.pmean(g, "data"), axis_name="data", axis_size=2)(grads)
+    assert jax.tree.structure(got) == jax.tree.structure(grads)
+    for one, other, before in zip(*map(jax.tree.leaves, (got, expected, grads)), strict=True):
+        assert one.shape == before.shape
+        if one.size:
+            # A sum of two is the same in any order, so not even a bit differs.
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
 
 
 def test_buckets_and_steps_have_shifts_of_their_own():
@@ -177,11 +247,10 @@ def test_integers_flags_and_empty_leaves():
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 8, 12])
 def test_number_of_steps_skipped(num_workers):
     for ratio in np.linspace(0, 0.999, 61):
-        k = _reduction.num_skipped(ratio, num_workers)
+        k = _ratio.num_steps_of(ratio, num_workers)
         assert 0 <= k <= num_workers - 1
         assert abs(k - ratio * num_workers) <= 0.5 + 1e-5 or k == num_workers - 1
-        config = _reduction.Config("data", lambda count, r=float(ratio): jnp.float32(r) + 0 * count.astype(jnp.float32))
-        traced = jax.jit(functools.partial(config.num_skipped, num_workers))(jnp.int32(0))
+        traced = jax.jit(functools.partial(_ratio.num_steps_of, num_workers=num_workers))(jnp.float32(ratio))
         assert int(traced) == k
 
 
@@ -383,10 +452,14 @@ def test_wire_steps_of_an_update():
         ({"skip_ratio": "half"}, TypeError, "skip_ratio='half'"),
         ({"mode": "rand"}, ValueError, "mode='rand': expected 'random', 'static' or 'dropout'"),
         ({"normalize": None}, ValueError, "normalize=None: expected 'skip'"),
-        ({"min_size": -1}, ValueError, "min_size=-1: expected at least 0"),
+        ({"min_size": -1}, ValueError, "min_size=-1: expected 0 or more"),
         ({"min_size": 1.5}, TypeError, "min_size=1.5"),
-        ({"bucket_bytes": 0}, ValueError, "bucket_bytes=0"),
+        ({"bucket_bytes": 0}, ValueError, "bucket_bytes=0: expected 1 or more"),
         ({"seed": None}, TypeError, "seed=None"),
+        ({"seed": -1}, ValueError, "seed=-1: expected 0 or more"),
+        ({"seed": 2**32}, ValueError, "seed=4294967296: expected 0 or more, up to 4294967295"),
+        ({"skip_ratio": "0.5"}, TypeError, "skip_ratio='0.5'"),
+        ({"skip_ratio": np.False_}, TypeError, "skip_ratio="),
         ({"axis_name": ()}, ValueError, r"axis_name=\(\)"),
     ],
 )
@@ -399,6 +472,58 @@ def test_a_schedule_out_of_range_is_said_when_the_step_is_traced():
     too_much = optax.linear_schedule(0.0, 1.0, 1000)
     with pytest.raises(ValueError, match=r"skip_ratio=1.0 at step 1000: expected a number in \[0, 1\)"):
         replicated_step(update(sr.skipreduce("data", too_much)), 8)(tree())
+
+
+def test_a_schedule_where_nothing_is_jitted():
+    """Eager shard_map runs operations per device, and its values are traced although nothing is compiled."""
+    tx = sr.skipreduce("data", optax.linear_schedule(0.0, 0.5, 2), min_size=0)
+    grads = {"w": powers_of_two(8, 8)}
+    for check_vma in (True, False):
+        reduced = jax.shard_map(
+            lambda g: tx.update({"w": g["w"][0]}, sr.SkipReduceState(jnp.int32(1)))[0],
+            mesh=data_mesh(8),
+            in_specs=P("data"),
+            out_specs=P(),
+            check_vma=check_vma,
+        )(grads)
+        assert {bin(int(value * 8)).count("1") for value in reduced["w"]} == {6}
+
+
+def test_a_schedule_under_a_transfer_guard():
+    tx = sr.skipreduce("data", optax.linear_schedule(0.0, 0.5, 2), min_size=0)
+    run = replicated_step(lambda g, count: tx.update(g, sr.SkipReduceState(count))[0], 8)
+    arguments = {"w": jax.device_put(normal((8, 8)), NamedSharding(data_mesh(8), P("data")))}, jnp.int32(1)
+    with jax.transfer_guard_host_to_device("disallow"):
+        run.lower(*arguments)
+
+
+def test_a_schedule_that_leaves_the_range_between_the_steps_looked_at():
+    tx = sr.skipreduce("data", lambda count: jnp.where(count == 7, -0.6, 0.5), min_size=0)
+    run = replicated_step(lambda g, count: tx.update(g, sr.SkipReduceState(count))[0], 8)
+    reduced = run({"w": powers_of_two(8, 8)}, jnp.int32(7))
+    assert {bin(int(value * 8)).count("1") for value in reduced["w"]} == {8}
+    with pytest.raises(ValueError, match=r"skip_ratio=-0.6.* at step 7"):
+        sr.describe({"w": jnp.zeros(8)}, 8, tx, count=7)
+
+
+@pytest.mark.promotes
+def test_a_ratio_that_is_injected():
+    inject = optax.inject_hyperparams(sr.skipreduce, static_args=("min_size", "bucket_bytes", "seed"))
+    tx = inject("data", skip_ratio=0.5, min_size=0)
+    grads = {"w": powers_of_two(8, 8)}
+    run = replicated_step(lambda g, state: tx.update(g, state), 8)
+    state = tx.init({"w": jnp.zeros(8)})
+    reduced, state = run(grads, state)
+    assert {bin(int(value * 8)).count("1") for value in reduced["w"]} == {4}
+    state.hyperparams["skip_ratio"] = jnp.asarray(0.25)
+    reduced, state = run(grads, state)
+    assert {bin(int(value * 8)).count("1") for value in reduced["w"]} == {6}
+    careless = optax.inject_hyperparams(sr.skipreduce)("data", skip_ratio=0.5)
+    with pytest.raises(TypeError, match=r"min_size is traced.*name it in static_args"):
+        replicated_step(lambda g: careless.update(g, careless.init(LOCAL))[0], 8)(grads)
+
+
+LOCAL = {"w": jnp.zeros(8)}
 
 
 def test_gradients_that_are_reduced_already():

@@ -52,7 +52,7 @@ def run_all(num_workers: int) -> dict[str, np.ndarray]:
     }
     results = {}
     for name, function in candidates.items():
-        for check_vma in (True, False):
+        for check_vma in (True, False) if name == "half" else (True,):
             for leaf, value in run(function, check_vma).items():
                 local = np.asarray(value.addressable_data(0))
                 # NumPy's files do not know bfloat16.

@@ -1,0 +1,75 @@
+"""The skip ratio, a number or a schedule, and the number of steps k that it means."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+SkipRatio: TypeAlias = float | jax.Array | Callable[[Any], Any]
+
+_EXPECTED = "expected a number in [0, 1): the share of its gradients that each worker leaves out"
+
+# Steps at which a schedule's ratio is looked at when the training step is traced.
+_PROBED_COUNTS = (0, 1, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
+
+
+def check_ratio(ratio: Any, where: str = "") -> None:
+    """Raises TypeError or ValueError if `ratio` is no number in [0, 1). A traced one cannot be judged."""
+    if isinstance(ratio, Tracer):
+        return
+    try:
+        if isinstance(ratio, (str, bytes, bool, np.bool_)):
+            raise TypeError
+        value = float(ratio)
+    except (TypeError, ValueError):
+        raise TypeError(f"skip_ratio={ratio!r}{where}: {_EXPECTED}, or an optax schedule that gives one") from None
+    if not 0 <= value < 1:  # neither is NaN
+        raise ValueError(f"skip_ratio={value}{where}: {_EXPECTED}")
+
+
+def num_steps_of(ratio: Any, num_workers: int) -> int | jax.Array:
+    """The number of steps k of N-1 that a ratio means: round(ratio * N), half to even, at most N-1.
+
+    In float32 whether it is known or traced, so that both round alike. A traced one is clamped.
+    """
+    if isinstance(ratio, Tracer):
+        if ratio.shape != ():
+            raise TypeError(f"skip_ratio has type {jax.typeof(ratio)}: expected a scalar")
+        steps = jnp.round(ratio.astype(jnp.float32) * num_workers)
+        return jnp.clip(steps, 0, num_workers - 1).astype(jnp.int32)
+    return min(int(np.round(np.float32(ratio) * np.float32(num_workers))), num_workers - 1)
+
+
+def num_steps_at(ratio: SkipRatio, num_workers: int, count: Any) -> int | jax.Array:
+    """The number of steps k in step `count` of the training. An int where the ratio is known.
+
+    Raises:
+      ValueError, TypeError: a schedule gives something else than a number in [0, 1), now or at one
+        of the steps that are looked at.
+    """
+    if callable(ratio):
+        _look_ahead(ratio)
+        ratio = ratio(count)
+        check_ratio(ratio, "" if isinstance(count, Tracer) else f" at step {count}")
+    return num_steps_of(ratio, num_workers)
+
+
+def _look_ahead(schedule: Callable[[Any], Any]) -> None:
+    """Checks what `schedule` gives at some steps, although the counter is traced here.
+
+    It is a function of the counter alone, so it can be called with numbers; in a thread of its own,
+    where nothing of the surrounding trace, mesh and guards is seen.
+    """
+
+    def look() -> None:
+        for count in _PROBED_COUNTS:
+            check_ratio(schedule(jnp.int32(count)), f" at step {count}")
+
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        thread.submit(look).result()
