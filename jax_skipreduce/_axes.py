@@ -18,8 +18,8 @@ def axis_names(axis_name: AxisName) -> tuple[Hashable, ...]:
       ValueError: there is none, or one is given twice.
     """
     names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    if not names or None in names:
-        raise ValueError(f"axis_name={axis_name!r}: expected the name of a mesh axis, or several")
+    if not names or any(name is None or isinstance(name, (int, float)) for name in names):
+        raise ValueError(f"axis_name={axis_name!r}: expected the name of a mesh axis, such as 'data', or several")
     if len(set(names)) != len(names):
         raise ValueError(f"axis_name={axis_name!r}: an axis is named twice")
     return names
@@ -39,8 +39,10 @@ def bound_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
         try:
             lax.axis_size(name)
         except NameError:
+            manual = jax.sharding.get_abstract_mesh().manual_axes
+            bound = f" (only {', '.join(map(repr, manual))})" if manual else ""
             raise ValueError(
-                f"axis_name={axis_name!r}: no axis {name!r} is bound here. Call this inside "
+                f"axis_name={axis_name!r}: no axis {name!r} is bound here{bound}. Call this inside "
                 f"jax.shard_map over a mesh with an axis {name!r} (and with {name!r} among its "
                 "axis_names), or under jax.vmap(..., axis_name=...) to simulate workers; outside of "
                 "those, sr.skipreduce takes mesh= and gradients stacked on a leading axis"

@@ -15,7 +15,7 @@ from jax_skipreduce import _ring
 from jax_skipreduce._axes import axis_names
 from jax_skipreduce._buckets import group_of, make_buckets
 from jax_skipreduce._execute import slice_size
-from jax_skipreduce._ratio import num_steps_at
+from jax_skipreduce._ratio import num_steps_of, ratio_at
 from jax_skipreduce._reduction import Config
 from jax_skipreduce._selection import Treatment, indices_of, leaf_paths, protected_leaves, treatments
 from jax_skipreduce._sharded import axes_of, broadcast_specs, specs_of_types
@@ -54,13 +54,17 @@ class Description:
 
     Attributes:
       num_workers: N.
-      num_skipped: k, reduce-scatter steps left out.
+      skip_ratio: the ratio that was asked for, in this step.
+      count: the step, where the ratio is a schedule; else None.
+      num_skipped: k = round(skip_ratio * N), reduce-scatter steps left out.
       num_buckets: ring collectives per step (those in full are one more call).
       protects_nothing: `protect` was given, and names no leaf. A mistyped path?
       leaves: one `LeafDescription` per leaf.
     """
 
     num_workers: int
+    skip_ratio: float
+    count: int | None
     num_skipped: int
     num_buckets: int
     protects_nothing: bool
@@ -92,7 +96,7 @@ class Description:
         return self.full_wire_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     def __str__(self) -> str:
-        header = ("gradient", "shape", "dtype", "treatment", "elements", "skipped", "bytes sent", "of")
+        header = ("gradient", "shape", "dtype", "treatment", "elements", "skipped", "bytes sent", "in full")
         rows = [
             (
                 *(leaf.path, str(leaf.shape), leaf.dtype, leaf.treatment, f"{leaf.num_elements:,}"),
@@ -115,15 +119,26 @@ class Description:
             for row in (header, *rows)
         ]
         rule = "-" * max(map(len, lines))
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *self._summary()])
+
+    def _summary(self) -> list[str]:
+        """What the table comes to, in sentences."""
         share = self.num_skipped_elements / self.num_elements if self.num_elements else 0.0
-        summary = (
-            f"{self.num_workers} workers, {self.num_skipped} of {max(self.num_workers - 1, 0)} reduce-scatter steps "
-            f"skipped, {self.num_buckets} bucket(s). Per worker and step: {share:.1%} of the gradient left out, "
-            f"theoretical speed-up of the all-reduce {self.theoretical_speedup:.2f}x."
-        )
+        at_step = "" if self.count is None else f" (at step {self.count} of the schedule)"
+        lines = [
+            f"{self.num_workers} workers, skip_ratio {self.skip_ratio:g}{at_step}: {self.num_skipped} of "
+            f"{self.num_workers - 1} reduce-scatter steps skipped, in {self.num_buckets} bucket(s).",
+            f"Per worker and step {share:.1%} of the gradient are left out; theoretical speed-up of the all-reduce "
+            f"{self.theoretical_speedup:.2f}x.",
+        ]
+        if self.skip_ratio > 0 and self.num_skipped == 0:
+            lines.append(
+                f"The ratio rounds to no step, so nothing is skipped: with {self.num_workers} workers one step is a "
+                f"ratio of {1 / self.num_workers:.3g}."
+            )
         if self.protects_nothing:
-            summary += "\nprotect names no leaf: nothing is protected."
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], summary])
+            lines.append("protect names no leaf: nothing is protected.")
+        return lines
 
 
 def describe(
@@ -167,19 +182,24 @@ def describe(
         raise ValueError(f"num_workers={num_workers}: expected at least 1")
     mesh = param_specs = None
     if tx is None:
-        config = Config("data", **settings)
+        unknown = sorted(set(settings) - {field.name for field in dataclasses.fields(Config)})
+        if unknown:
+            raise TypeError(f"{', '.join(unknown)}: not a setting of skipreduce, such as skip_ratio=0.5")
+        config = Config(**{"axis_name": "data", **settings})
     elif settings:
         raise TypeError(f"tx and {', '.join(settings)}: give the transformation or its settings, not both")
     elif isinstance(tx, SkipReduce) and hasattr(tx, "config"):
         config, mesh, param_specs = tx.config, tx.mesh, tx.param_specs
     else:
         raise TypeError(
-            f"tx={tx!r}: expected what sr.skipreduce returned. A chain does not know its parts: "
-            "reduction = sr.skipreduce(..), tx = optax.chain(reduction, ..), sr.describe(params, n, reduction)"
+            f"tx is a {type(tx).__name__}: expected what sr.skipreduce returned (or settings by keyword, such as "
+            "skip_ratio=0.5). A chain does not know its parts: reduction = sr.skipreduce(..), "
+            "tx = optax.chain(reduction, ..), sr.describe(params, n, reduction)"
         )
     leaves, varying = _shards(params, mesh, param_specs, config, num_workers)
     paths = leaf_paths(params)
-    steps_skipped = int(num_steps_at(config.skip_ratio, num_workers, jnp.int32(count)))
+    ratio = ratio_at(config.skip_ratio, jnp.int32(count))
+    steps_skipped = int(num_steps_of(ratio, num_workers))
     shards = jax.tree.unflatten(jax.tree.structure(params), leaves)
     is_protected = protected_leaves(shards, config.protect)
     treated = treatments(shards, is_protected, config.min_size)
@@ -190,6 +210,8 @@ def describe(
     )
     return Description(
         num_workers=num_workers,
+        skip_ratio=float(ratio),
+        count=count if callable(config.skip_ratio) else None,
         num_skipped=steps_skipped,
         num_buckets=len(make_buckets(leaves, groups, config.bucket_bytes)),
         protects_nothing=config.protect is not None and not any(is_protected),

@@ -114,7 +114,9 @@ def check_local(grads: Any, ring: Ring) -> None:
                 f"the gradient {path!r} is already the same on all workers of {', '.join(map(repr, reduced))}, so "
                 "there is nothing left to reduce: under shard_map(check_vma=True), jax.grad with respect to parameters "
                 "that all workers share sums over them. Take local gradients with "
-                f"sr.local_value_and_grad(loss_fn, {_shown(ring)}), and do not psum or pmean them before skipreduce"
+                f"sr.local_value_and_grad(loss_fn, {_shown(ring)}), and do not psum or pmean them before "
+                "skipreduce, or in the loss. If you did all that, a wrapper around skipreduce (optax.MultiSteps, "
+                "another skipreduce) handed it these: see docs/sharp-bits.md"
             )
 
 

@@ -13,7 +13,10 @@ from jax.core import Tracer
 
 SkipRatio: TypeAlias = float | jax.Array | Callable[[Any], Any]
 
-_EXPECTED = "expected a number in [0, 1): the share of its gradients that each worker leaves out"
+_EXPECTED = (
+    "expected a number in [0, 1): the share of its gradients that each worker leaves out, 0.5 for half; the most is "
+    "(N-1)/N for N workers"
+)
 
 # Steps at which a schedule's ratio is looked at when the training step is traced.
 _PROBED_COUNTS = (0, 1, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
@@ -46,18 +49,19 @@ def num_steps_of(ratio: Any, num_workers: int) -> int | jax.Array:
     return min(int(np.round(np.float32(ratio) * np.float32(num_workers))), num_workers - 1)
 
 
-def num_steps_at(ratio: SkipRatio, num_workers: int, count: Any) -> int | jax.Array:
-    """The number of steps k in step `count` of the training. An int where the ratio is known.
+def ratio_at(ratio: SkipRatio, count: Any) -> Any:
+    """The ratio in step `count` of the training.
 
     Raises:
       ValueError, TypeError: a schedule gives something else than a number in [0, 1), now or at one
         of the steps that are looked at.
     """
-    if callable(ratio):
-        _look_ahead(ratio)
-        ratio = ratio(count)
-        check_ratio(ratio, "" if isinstance(count, Tracer) else f" at step {count}")
-    return num_steps_of(ratio, num_workers)
+    if not callable(ratio):
+        return ratio
+    _look_ahead(ratio)
+    now = ratio(count)
+    check_ratio(now, "" if isinstance(count, Tracer) else f" at step {count}")
+    return now
 
 
 def _look_ahead(schedule: Callable[[Any], Any]) -> None:

@@ -14,7 +14,7 @@ from jax_skipreduce import _axes, _local, _shift
 from jax_skipreduce._axes import AxisName
 from jax_skipreduce._buckets import group_of, make_buckets, reduce_bucket, reduce_in_full
 from jax_skipreduce._execute import Normalize, Ring, check_normalize, num_steps_skipped
-from jax_skipreduce._ratio import SkipRatio, check_ratio, num_steps_at
+from jax_skipreduce._ratio import SkipRatio, check_ratio, num_steps_of, ratio_at
 from jax_skipreduce._selection import Protect, indices_of, protected_leaves, treatments
 
 TransformMode = Literal["random", "static", "dropout"]
@@ -77,7 +77,7 @@ def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -
     skipped = indices_of(treated, "skipped")
     groups = {i: group_of(leaves[i], _axes.varying_axes(leaves[i])) for i in skipped}
     buckets = make_buckets(leaves, groups, config.bucket_bytes)
-    steps = num_steps_skipped("skip_ratio", num_steps_at(config.skip_ratio, ring.size, count), ring)
+    steps = num_steps_skipped("skip_ratio", num_steps_of(ratio_at(config.skip_ratio, count), ring.size), ring)
     shifts = _shifts(config, count, len(buckets), ring, steps)
     keys = _shift.step_keys(config.seed, count, len(buckets)) if config.is_dropout else None
     for number, bucket in enumerate(buckets):

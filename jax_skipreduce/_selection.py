@@ -44,6 +44,7 @@ def by_path(pattern: str | re.Pattern[str]) -> Callable[[str, Any], bool]:
 
     Raises:
       ValueError: `pattern` is no regular expression.
+      TypeError: `pattern` is no string.
 
     Example:
       >>> import jax_skipreduce as sr
@@ -51,6 +52,10 @@ def by_path(pattern: str | re.Pattern[str]) -> Callable[[str, Any], bool]:
       >>> is_embedding("encoder/embed/table", None), is_embedding("encoder/mlp/kernel", None)
       (True, False)
     """
+    if not isinstance(pattern, (str, re.Pattern)):
+        raise TypeError(
+            f"pattern={pattern!r} ({type(pattern).__name__}): expected a regular expression, such as 'embed'"
+        )
     try:
         compiled = re.compile(pattern)
     except re.error as error:
@@ -73,6 +78,10 @@ def protected_leaves(tree: Any, protect: Protect) -> list[bool]:
     paths = leaf_paths(tree)
     if protect is None:
         return [False] * len(paths)
+    if isinstance(protect, str):
+        raise TypeError(
+            f"protect={protect!r}: a string is no mask. To protect leaves by their path, sr.by_path({protect!r})"
+        )
     if callable(protect):
         try:
             inspect.signature(protect).bind("path", None)
@@ -86,7 +95,8 @@ def protected_leaves(tree: Any, protect: Protect) -> list[bool]:
         except ValueError as error:
             raise ValueError(
                 "protect: the mask does not match the tree of gradients. Give a pytree of bools with the "
-                f"structure of the gradients (or a prefix of it), or a function of (path, leaf). JAX says: {error}"
+                "structure of the gradients (or a prefix of it), or a function of (path, leaf). JAX says: "
+                f"{str(error).splitlines()[0]}"
             ) from None
         what = "the mask protect has"
     for path, answer in zip(paths, answers, strict=True):

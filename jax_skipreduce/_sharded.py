@@ -98,7 +98,7 @@ def broadcast_specs(param_specs: Any, tree: Any) -> Any:
     except ValueError as error:
         raise ValueError(
             "param_specs does not match the tree of parameters: expected a PartitionSpec for each parameter, "
-            f"or a prefix of the tree. JAX says: {error}"
+            f"or a prefix of the tree. JAX says: {str(error).splitlines()[0]}"
         ) from None
 
 

@@ -118,10 +118,12 @@ def test_shards_of_other_kinds():
 def test_table():
     text = str(sr.describe(PARAMS, 8, skip_ratio=0.5, min_size=100))
     lines = text.splitlines()
-    assert lines[0].split() == ["gradient", "shape", "dtype", "treatment", "elements", "skipped", "bytes", "sent", "of"]
+    assert " ".join(lines[0].split()) == "gradient shape dtype treatment elements skipped bytes sent in full"
     kernel = next(line for line in lines if line.startswith("conv/kernel"))
     assert kernel.split()[-4:] == ["1,152", "576", "5,760", "8,064"]
-    assert lines[-1].startswith("8 workers, 4 of 7 reduce-scatter steps skipped, 2 bucket(s).")
+    assert lines[-2] == "8 workers, skip_ratio 0.5: 4 of 7 reduce-scatter steps skipped, in 2 bucket(s)."
+    assert "(at step 3 of the schedule)" in str(sr.describe(PARAMS, 8, skip_ratio=lambda count: 0.25, count=3))
+    assert "one step is a ratio of 0.125" in str(sr.describe(PARAMS, 8, skip_ratio=0.05))
 
 
 def test_protect_that_names_nothing_is_said():
@@ -148,5 +150,7 @@ def test_wrong_arguments():
         sr.describe(PARAMS, 8, optax.chain(sr.skipreduce("data"), optax.sgd(0.1)))
     with pytest.raises(ValueError, match="skip_ratio=2"):
         sr.describe(PARAMS, 8, skip_ratio=2)
-    with pytest.raises(TypeError, match="ratio"):
+    with pytest.raises(TypeError, match=r"^ratio: not a setting of skipreduce"):
         sr.describe(PARAMS, 8, ratio=0.5)
+    with pytest.raises(TypeError, match=r"tx is a float: .*settings by keyword"):
+        sr.describe(PARAMS, 8, 0.5)

@@ -18,20 +18,21 @@ def python_block(word):
 
 
 @pytest.mark.promotes
-def test_the_training_step_trains():
+def test_the_training_steps_train():
     names = {}
-    exec(python_block("def train_step"), names)
     rng = np.random.default_rng(0)
     weights = rng.normal(size=(64, 32)).astype(np.float32)
     x = rng.normal(size=(128, 64)).astype(np.float32)
-    batch = {"x": jnp.asarray(x), "y": jnp.asarray(x @ weights)}
-    params = {"w": jnp.zeros((64, 32))}
-    state, losses = names["tx"].init(params), []
-    for _ in range(100):
-        params, state, loss = names["train_step"](params, state, batch)
-        losses.append(float(loss))
-    assert losses[-1] < 0.95 * losses[0]
-    assert int(state[0].count) == 100
+    for word, leading in (("jax.shard_map", (128,)), ("spmd_axis_name", (8, 16))):
+        exec(python_block(word), names)  # the second one builds on the first
+        batch = {"x": jnp.asarray(x.reshape(*leading, 64)), "y": jnp.asarray((x @ weights).reshape(*leading, 32))}
+        params = {"w": jnp.zeros((64, 32))}
+        state, losses = names["tx"].init(params), []
+        for _ in range(100):
+            params, state, *_ = names["train_step"](params, state, batch)
+            losses.append(float(names["loss_fn"](params, batch)))
+        assert losses[-1] < 0.95 * losses[0]
+        assert int(state[0].count) == 100
 
 
 def test_the_table_is_what_describe_prints(capsys):

@@ -98,7 +98,11 @@ def test_marks_are_bools():
     with pytest.raises(TypeError, match=r"returned 1.0 for the leaf 'conv/bias': expected True or False"):
         protected_leaves(TREE, lambda path, leaf: 1.0)
     with pytest.raises(TypeError, match=r"the mask protect has 'yes' for the leaf"):
-        protected_leaves({"a": jnp.zeros(2)}, "yes")
+        protected_leaves({"a": jnp.zeros(2)}, {"a": "yes"})
+    with pytest.raises(TypeError, match=r"a string is no mask.*sr.by_path\('head'\)"):
+        protected_leaves({"a": jnp.zeros(2)}, "head")
+    with pytest.raises(TypeError, match=r"pattern=\['head'\] \(list\)"):
+        sr.by_path(["head"])
     with pytest.raises(TypeError, match="not on values"):
         jax.jit(lambda x: protected_leaves({"a": x}, lambda path, leaf: leaf.sum() > 0))(jnp.zeros(2))
 

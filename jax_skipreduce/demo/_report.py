@@ -118,7 +118,9 @@ def table(comparison: Comparison) -> Table:
     if seeds > 1:
         result.add_row("  lowest and highest", _range(full), _range(skipping), "")
     loss = skipping.final_loss - full.final_loss
-    result.add_row("final training loss", f"{full.final_loss:.4f}", f"{skipping.final_loss:.4f}", f"{loss:+.4f}")
+    result.add_row(
+        "training loss, last 20 steps", f"{full.final_loss:.4f}", f"{skipping.final_loss:.4f}", f"{loss:+.4f}"
+    )
     result.add_section()
     result.add_row("reduce-scatter steps", f"{steps}", f"{steps - skipped}", f"{-skipped:+d}")
     result.add_row(
