@@ -67,7 +67,8 @@ def test_multi_steps_around():
     wrong = optax.MultiSteps(optax.chain(skip(), optax.sgd(1.0)), 2)
     wrong = optax.GradientTransformation(wrong.init, wrong.update)
     # With tracking, the accumulator is noticed: it is typed as the same on all workers, gradients are not.
-    with pytest.raises(ValueError, match=r"already the same on all workers.*a wrapper around skipreduce"):
+    # (Older versions of optax fail first, at a branch whose results differ in type.)
+    with pytest.raises((ValueError, TypeError), match=r"a wrapper around skipreduce|branches must have equal output"):
         replicated(wrong)
     # Without, each of two micro-steps runs a ring, although only the second one's result is used.
     local = each_worker("shard_map_unchecked", lambda g: wrong.update(g, wrong.init(LOCAL), LOCAL)[0], 8)
