@@ -164,7 +164,7 @@ def reduce_scatter(
     check_normalize(normalize, allow_none=True)
     skipped = num_steps_skipped("num_skipped", num_skipped, ring)
     own = reduce_slices(
-        to_block(x, ring.size), ring, skipped, slice_shift("shift", shift, ring), normalize, "skip", None
+        [to_block(x, ring.size)], ring, skipped, slice_shift("shift", shift, ring), normalize, "skip", None
     )
     if not jnp.issubdtype(own.dtype, jnp.inexact):
         own = divide(own, normalize, ring.size, ring.size - skipped)
