@@ -254,6 +254,18 @@ def test_number_of_steps_skipped(num_workers):
         assert int(traced) == k
 
 
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+def test_a_leaf_of_a_bucket_is_what_all_reduce_makes_of_it(ratio):
+    # Where each element is, too: with 2**r in every element, slices could be mixed up unseen.
+    grads = {"a": normal((8, 5, 7)), "b": normal((8, 50), seed=1), "c": normal((8, 3), seed=2)}
+    tx = sr.skipreduce("data", ratio, min_size=0, seed=5)
+    got = replicated_step(update(tx, count=7), 8)(grads)
+    shift = int(_shift.random_shifts(5, jnp.int32(7), 1, 8)[0])
+    for name, leaf in grads.items():
+        alone = replicated_step(lambda x, c: sr.all_reduce(x, "data", num_skipped=int(8 * ratio), shift=c), 8)
+        assert bits(got[name]) == bits(alone(leaf, shift))
+
+
 def test_a_schedule_warms_up_without_recompilation():
     schedule = optax.join_schedules([optax.constant_schedule(0.0), optax.constant_schedule(0.5)], [3])
     grads = {"w": powers_of_two(8, 8)}
