@@ -9,6 +9,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jax_skipreduce import SkipReduceState
+
 # Every way in which the library is run inside one process.
 RUNNERS = ("shard_map", "shard_map_unchecked", "vmap", "pmap")
 
@@ -64,6 +66,11 @@ def replicated_step(function, num_workers: int, check_vma: bool = True):
         )(x, *shared)
 
     return run
+
+
+def update(tx, count=0):
+    """A function of local gradients: what one update makes of them."""
+    return lambda grads: tx.update(grads, SkipReduceState(jnp.int32(count)))[0]
 
 
 def contributors(slice_index: int, num_workers: int, num_skipped: int, shift: int = 0) -> set[int]:
