@@ -53,8 +53,8 @@ def all_reduce(
     All workers get the same bits, and get them again in every run.
 
     Args:
-      x: array of any shape, the same on all workers: float16, bfloat16, float32, float64, complex or
-        integer. A value that is typed as the same on all workers counts N times, as in `lax.psum`.
+      x: this worker's array, float16, bfloat16, float32, float64, complex or integer; of any shape, which
+        is the same on all workers. A value that is typed as the same on all counts N times, as in `lax.psum`.
       axis_name: a mesh axis or a tuple of them (in any order); under `vmap` and `pmap` one axis.
       num_skipped: k, reduce-scatter steps left out, 0..N-1. An int, or a traced integer scalar that
         is the same on all workers: then one program serves all k, and a value out of range is
@@ -183,7 +183,7 @@ def all_gather(
     Bytes on the wire per worker: (N-1) * x.size * itemsize; one `lax.all_gather`.
 
     Args:
-      x: this worker's slice, of any dtype and shape, the same on all workers.
+      x: this worker's slice; of any dtype and shape, which are the same on all workers.
       axis_name: a mesh axis or a tuple of them.
       shift: the `shift` that `reduce_scatter` was given: worker r holds slice (r + 1 + shift) mod N.
       shape: shape of the whole. Padding is cut off. None: 1-D, with the padding.

@@ -158,8 +158,8 @@ def describe(
         `mesh` or `param_specs` in it, numbers are those of one shard; without `mesh`, call it in a
         context of `jax.set_mesh`.
       count: the step to look at, where the skip ratio is a schedule.
-      **settings: in place of `tx`, the arguments of `skipreduce`: `skip_ratio`, `mode`, `protect`,
-        `min_size`, `bucket_bytes`, ..
+      **settings: in place of `tx`, arguments of `skipreduce`: `skip_ratio`, `mode`, `protect`,
+        `min_size`, `bucket_bytes`, ..; all but `mesh` and `param_specs`, which take a `tx`.
 
     Returns:
       A `Description`: plain numbers, and a table when printed.
@@ -184,7 +184,10 @@ def describe(
     if tx is None:
         unknown = sorted(set(settings) - {field.name for field in dataclasses.fields(Config)})
         if unknown:
-            raise TypeError(f"{', '.join(unknown)}: not a setting of skipreduce, such as skip_ratio=0.5")
+            raise TypeError(
+                f"{', '.join(unknown)}: not a setting that describe takes, such as skip_ratio=0.5. For mesh and "
+                "param_specs, give it the transformation: sr.describe(params, n, sr.skipreduce(..))"
+            )
         config = Config(**{"axis_name": "data", **settings})
     elif settings:
         raise TypeError(f"tx and {', '.join(settings)}: give the transformation or its settings, not both")

@@ -181,26 +181,27 @@ def divide(x: jax.Array, normalize: Normalize | None, num_workers: int, contribu
 def _slices_in_order_of_use(
     blocks: Sequence[jax.Array], ring: Ring, num_skipped: int | jax.Array, shift: int | jax.Array
 ) -> Callable[[Any], jax.Array]:
-    """A function number -> this worker's own slice of the joined blocks that step `number` sends first.
+    """A function of a step s, from k on -> this worker's part of the slice that it sends in step s.
 
-    Step k sends slice k; what arrives in step s is added to slice s + 1, which step s + 1 sends on.
+    What arrives in step s belongs to the slice that step s + 1 sends, or, after the last one, to the slice
+    that this worker owns; so it is added to the part of step s + 1. Parts are those of the joined blocks.
     """
     blocks = [ring.local(block) for block in blocks]
     if isinstance(num_skipped, int) and 2 * num_skipped >= ring.size:
         # N-k of N slices are all that is used. A gather is slower than a plain copy, but half of one is not.
-        numbers = jnp.arange(num_skipped, ring.size, dtype=jnp.int32)
-        order = _ring.slice_to_send(ring.rank, numbers, shift, ring.size)
+        steps = jnp.arange(num_skipped, ring.size, dtype=jnp.int32)
+        order = _ring.slice_to_send(ring.rank, steps, shift, ring.size)
         blocks = [block.at[order].get(mode="promise_in_bounds", unique_indices=True) for block in blocks]
 
-        def row(number: Any) -> Any:
-            return number - num_skipped
+        def row(step: Any) -> Any:
+            return step - num_skipped
     else:
 
-        def row(number: Any) -> Any:
-            return _ring.slice_to_send(ring.rank, number, shift, ring.size)
+        def row(step: Any) -> Any:
+            return _ring.slice_to_send(ring.rank, step, shift, ring.size)
 
     bucket = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
-    return lambda number: lax.dynamic_index_in_dim(bucket, row(number), axis=0, keepdims=False)
+    return lambda step: lax.dynamic_index_in_dim(bucket, row(step), axis=0, keepdims=False)
 
 
 def reduce_slices(

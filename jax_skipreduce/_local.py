@@ -36,6 +36,17 @@ def local_params(params: Any, axis_name: AxisName) -> Any:
 
     Raises:
       ValueError: an axis is not bound here.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> import jax_skipreduce as sr
+      >>> def local_gradient(w, x):
+      ...     return jax.grad(lambda w: jnp.sum(w * x))(sr.local_params(w, "data"))[None]
+      >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+      >>> run = jax.shard_map(local_gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+      >>> run(jnp.ones(2), jax.device_put(jnp.arange(2.0), jax.NamedSharding(mesh, P("data"))))
+      Array([[0., 1.]], dtype=float32)
     """
     return jax.tree.map(Ring.of(axis_name).local, params)
 

@@ -150,7 +150,7 @@ def test_wrong_arguments():
         sr.describe(PARAMS, 8, optax.chain(sr.skipreduce("data"), optax.sgd(0.1)))
     with pytest.raises(ValueError, match="skip_ratio=2"):
         sr.describe(PARAMS, 8, skip_ratio=2)
-    with pytest.raises(TypeError, match=r"^ratio: not a setting of skipreduce"):
+    with pytest.raises(TypeError, match=r"^ratio: not a setting that describe takes"):
         sr.describe(PARAMS, 8, ratio=0.5)
     with pytest.raises(TypeError, match=r"tx is a float: .*settings by keyword"):
         sr.describe(PARAMS, 8, 0.5)

@@ -62,7 +62,7 @@ def test_signatures():
 
 @pytest.mark.parametrize("name", [name for name in sr.__all__ if inspect.isfunction(getattr(sr, name))])
 def test_public_functions_have_an_example(name):
-    assert ">>> " in inspect.getdoc(getattr(sr, name)) or name == "local_params"
+    assert ">>> " in inspect.getdoc(getattr(sr, name))
 
 
 def imported_modules(path):
