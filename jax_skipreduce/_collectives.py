@@ -37,6 +37,7 @@ def all_reduce(
     mode: Mode = "skip",
     key: jax.Array | None = None,
     num_gather_skipped: int | jax.Array = 0,
+    wire_dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """Sum or mean of `x` over the workers of an axis, with reduce-scatter steps left out.
 
@@ -50,6 +51,7 @@ def all_reduce(
     all-gather one `lax.all_gather` (N-1 steps of the ring).
 
     float16 and bfloat16 are added up in float32 and sent in their own dtype, rounded once per step.
+    With `wire_dtype`, so are wider floats, and `itemsize` is that of `wire_dtype`.
     All workers get the same bits, and get them again in every run.
 
     Args:
@@ -71,6 +73,9 @@ def all_reduce(
         diverge**: worker r gets zeros for the reduced slices of the workers r+1, .., r+g, so each
         worker gets other values, and under ``check_vma=True`` the result is typed as varying. Saves
         g more steps.
+      wire_dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``: floats that are wider are rounded to
+        it for the wire, and added up as they are. None, and other arrays: sent as they are. float16
+        overflows above 65504, which a sum of many may reach.
 
     Returns:
       An array of the shape and dtype of `x`; integers that are normalized come as floats, as in
@@ -96,7 +101,7 @@ def all_reduce(
     References:
       SkipReduce, MICRO 2025: Algorithms 1 and 2, sections 4.2, 4.3 and 5.2.
     """
-    ring = Ring.of(axis_name)
+    ring = Ring.of(axis_name, wire_dtype)
     x = jnp.asarray(x)
     check_dtype(x.dtype, "x")
     check_normalize(normalize, allow_none=True)
@@ -129,6 +134,7 @@ def reduce_scatter(
     num_skipped: int | jax.Array = 0,
     shift: int | jax.Array = 0,
     normalize: Normalize | None = "skip",
+    wire_dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """The first half of `all_reduce`: each worker gets one slice of the reduced `x`.
 
@@ -143,6 +149,7 @@ def reduce_scatter(
       num_skipped: k, steps left out, 0..N-1; an int or a traced integer scalar.
       shift: c, added to every slice index, modulo N; an int or a traced integer scalar.
       normalize: ``"skip"``, ``"drop"`` or None.
+      wire_dtype: what wider floats are sent as; the result is not rounded to it.
 
     Returns:
       A 1-D array of ceil(x.size / N) elements of `x` flattened and padded with zeros, typed as varying.
@@ -158,7 +165,7 @@ def reduce_scatter(
       Array([[3., 5.],
              [7., 0.]], dtype=float32)
     """
-    ring = Ring.of(axis_name)
+    ring = Ring.of(axis_name, wire_dtype)
     x = jnp.asarray(x)
     check_dtype(x.dtype, "x")
     check_normalize(normalize, allow_none=True)
@@ -177,6 +184,7 @@ def all_gather(
     *,
     shift: int | jax.Array = 0,
     shape: tuple[int, ...] | None = None,
+    wire_dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """The second half of `all_reduce`: joins the slices that `reduce_scatter` gave to the workers.
 
@@ -187,6 +195,8 @@ def all_gather(
       axis_name: a mesh axis or a tuple of them.
       shift: the `shift` that `reduce_scatter` was given: worker r holds slice (r + 1 + shift) mod N.
       shape: shape of the whole. Padding is cut off. None: 1-D, with the padding.
+      wire_dtype: what wider floats are sent as. The own slice is rounded as well, so that all
+        workers hold the same.
 
     Returns:
       An array of `shape`, typed as the same on all workers.
@@ -204,7 +214,7 @@ def all_gather(
       >>> jax.vmap(gather, axis_name="data")(halves)[0]
       Array([3., 5., 7.], dtype=float32)
     """
-    ring = Ring.of(axis_name)
+    ring = Ring.of(axis_name, wire_dtype)
     x = jnp.asarray(x)
     shift = slice_shift("shift", shift, ring)
     if shape is not None and slice_size(prod(shape), ring.size) != x.size:

@@ -14,7 +14,7 @@ import optax
 from jax_skipreduce import _ring
 from jax_skipreduce._axes import axis_names
 from jax_skipreduce._buckets import group_of, make_buckets
-from jax_skipreduce._execute import slice_size
+from jax_skipreduce._execute import sent_dtype, slice_size
 from jax_skipreduce._ratio import num_steps_of, ratio_at
 from jax_skipreduce._reduction import Config
 from jax_skipreduce._selection import Treatment, indices_of, leaf_paths, protected_leaves, treatments
@@ -29,7 +29,8 @@ class LeafDescription:
     Attributes:
       path: its keys, joined with ``/``.
       shape: of the part that a worker holds (smaller than the parameter if that is sharded).
-      dtype: name of the dtype, in which it is sent.
+      dtype: name of the dtype.
+      wire_dtype: name of the dtype that it is sent in.
       treatment: ``"skipped"``, or why it is reduced in full: ``"protected"``, ``"small"``,
         ``"integer"``; ``"empty"`` if there is nothing to reduce.
       num_elements: elements of it.
@@ -41,6 +42,7 @@ class LeafDescription:
     path: str
     shape: tuple[int, ...]
     dtype: str
+    wire_dtype: str
     treatment: Treatment
     num_elements: int
     num_skipped_elements: float
@@ -96,24 +98,24 @@ class Description:
         return self.full_wire_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     def __str__(self) -> str:
-        header = ("gradient", "shape", "dtype", "treatment", "elements", "skipped", "bytes sent", "in full")
+        header = ("gradient", "shape", "dtype", "sent as", "treatment", "elements", "skipped", "bytes sent", "in full")
         rows = [
             (
-                *(leaf.path, str(leaf.shape), leaf.dtype, leaf.treatment, f"{leaf.num_elements:,}"),
+                *(leaf.path, str(leaf.shape), leaf.dtype, leaf.wire_dtype, leaf.treatment, f"{leaf.num_elements:,}"),
                 *(f"{leaf.num_skipped_elements:,.0f}", f"{leaf.wire_bytes:,}", f"{leaf.full_wire_bytes:,}"),
             )
             for leaf in self.leaves
         ]
         rows.append(
             (
-                *("total", "", "", "", f"{self.num_elements:,}"),
+                *("total", "", "", "", "", f"{self.num_elements:,}"),
                 *(f"{self.num_skipped_elements:,.0f}", f"{self.wire_bytes:,}", f"{self.full_wire_bytes:,}"),
             )
         )
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         lines = [
             "  ".join(
-                cell.ljust(width) if column < 4 else cell.rjust(width)
+                cell.ljust(width) if column < 5 else cell.rjust(width)
                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
             for row in (header, *rows)
@@ -208,7 +210,7 @@ def describe(
     treated = treatments(shards, is_protected, config.min_size)
     groups = {i: group_of(leaves[i], varying[i]) for i in indices_of(treated, "skipped")}
     described = tuple(
-        _describe_leaf(path, leaf, treatment, num_workers, steps_skipped, config.is_dropout)
+        _describe_leaf(path, leaf, treatment, num_workers, steps_skipped, config)
         for path, leaf, treatment in zip(paths, leaves, treated, strict=True)
     )
     return Description(
@@ -223,20 +225,20 @@ def describe(
 
 
 def _describe_leaf(
-    path: str, leaf: Any, treatment: Treatment, num_workers: int, steps_skipped: int, is_dropout: bool
+    path: str, leaf: Any, treatment: Treatment, num_workers: int, steps_skipped: int, config: Config
 ) -> LeafDescription:
-    # psum adds flags up as int32.
-    itemsize = 4 if leaf.dtype == bool else leaf.dtype.itemsize
-    slice_bytes = slice_size(leaf.size, num_workers) * itemsize
-    full = _ring.num_wire_steps(num_workers) * slice_bytes
-    wire, skipped = full, 0.0
+    own = jnp.dtype(jnp.int32) if leaf.dtype == bool else leaf.dtype  # psum adds flags up as int32
+    slice_elements = slice_size(leaf.size, num_workers)
+    full = _ring.num_wire_steps(num_workers) * slice_elements * own.itemsize
+    sent, wire, skipped = own, full, 0.0
     if treatment == "skipped":
+        sent = sent_dtype(own, config.wire_dtype)
         skipped = leaf.size * steps_skipped / num_workers
-        if is_dropout:
+        if config.is_dropout:
             skipped *= (num_workers - 1) / num_workers  # the first worker of a chain always contributes
-        else:
-            wire = _ring.num_wire_steps(num_workers, steps_skipped) * slice_bytes
-    return LeafDescription(path, leaf.shape, str(leaf.dtype), treatment, leaf.size, skipped, wire, full)
+        steps = _ring.num_wire_steps(num_workers, 0 if config.is_dropout else steps_skipped)
+        wire = steps * slice_elements * sent.itemsize
+    return LeafDescription(path, leaf.shape, str(leaf.dtype), str(sent), treatment, leaf.size, skipped, wire, full)
 
 
 def _shards(

@@ -28,6 +28,9 @@ Mode = Literal["skip", "dropout"]
 # program, and the time to compile it, does not grow with the number of workers.
 _MAX_UNROLLED_STEPS = 16
 
+# What values may be rounded to for the wire. Narrower ones lose whole gradients in a sum of many.
+WIRE_DTYPES = ("bfloat16", "float16", "float32")
+
 _SUPPORTED = (
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -43,19 +46,21 @@ class Ring:
       size: number of workers N.
       rank: this worker's number, an int32 that varies over the axes.
       tracked: whether JAX tracks which values vary over the axes.
+      wire_dtype: what wider floats are sent as, and sent only: None for as they are.
     """
 
     names: tuple[Hashable, ...]
     size: int
     rank: jax.Array
     tracked: bool
+    wire_dtype: Any = None
 
     @classmethod
-    def of(cls, axis_name: AxisName) -> Ring:
-        """The ring over `axis_name`, which is checked."""
+    def of(cls, axis_name: AxisName, wire_dtype: Any = None) -> Ring:
+        """The ring over `axis_name`, which is checked, as is `wire_dtype`."""
         names = _axes.bound_axes(axis_name)
         rank = lax.axis_index(names)
-        return cls(names, lax.axis_size(names), rank, _axes.is_tracked(rank, names))
+        return cls(names, lax.axis_size(names), rank, _axes.is_tracked(rank, names), check_wire_dtype(wire_dtype))
 
     def local(self, x: jax.Array) -> jax.Array:
         """`x`, typed as differing between workers."""
@@ -64,14 +69,31 @@ class Ring:
     def send(self, x: jax.Array) -> jax.Array:
         """Passes `x` on to the next worker, returns what came from the previous one."""
         pairs = [(rank, _ring.next_rank(rank, self.size)) for rank in range(self.size)]
-        return _in_own_dtype(lambda y: lax.ppermute(y, self.names, pairs), x)
+        return self._move(lambda y: lax.ppermute(y, self.names, pairs), x)
 
     def gather(self, x: jax.Array) -> jax.Array:
         """The `x` of all workers on a new leading axis, by rank. Known to be the same on all of them."""
         if self.size == 1 and not self.tracked:
             return x[None]  # with tracking on, only a collective can say that all workers share it
         to = "invarying" if self.tracked else "varying"
-        return _in_own_dtype(lambda y: lax.all_gather(y, self.names, to=to), x)
+        return self._move(lambda y: lax.all_gather(y, self.names, to=to), x)
+
+    def _move(self, move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        """``move(x)``, rounded to what is sent."""
+        return _in_own_dtype(move, x.astype(self._sent_as(x))).astype(x.dtype)
+
+    def round(self, x: jax.Array) -> jax.Array:
+        """`x` as it would arrive."""
+        sent = self._sent_as(x)
+        if sent == x.dtype:
+            return x
+        # Two casts would not do: XLA is free to leave out both.
+        info = jnp.finfo(sent)
+        return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+    def _sent_as(self, x: jax.Array) -> np.dtype:
+        # One worker sends nothing, so it has nothing to round.
+        return sent_dtype(x.dtype, self.wire_dtype) if self.size > 1 else x.dtype
 
 
 def _in_own_dtype(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -93,6 +115,28 @@ def _in_own_dtype(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.A
         return move_bits(*primals), move(*tangents)
 
     return move_bits(x)
+
+
+def check_wire_dtype(wire_dtype: Any) -> np.dtype | None:
+    """`wire_dtype` as a dtype. Raises TypeError or ValueError if nothing can be sent in it."""
+    if wire_dtype is None:
+        return None
+    expected = f"expected one of {', '.join(WIRE_DTYPES)}, or None to send values as they are"
+    try:
+        dtype = jnp.dtype(wire_dtype)
+    except TypeError:
+        raise TypeError(f"wire_dtype={wire_dtype!r}: {expected}") from None
+    if dtype.name not in WIRE_DTYPES:
+        raise ValueError(f"wire_dtype={dtype.name}: {expected}")
+    return dtype
+
+
+def sent_dtype(dtype: Any, wire_dtype: np.dtype | None) -> np.dtype:
+    """What values of `dtype` are sent as: `wire_dtype` if they are wider floats, else as they are."""
+    dtype = jnp.dtype(dtype)
+    if wire_dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    return wire_dtype if wire_dtype.itemsize < dtype.itemsize else dtype
 
 
 def check_dtype(dtype: Any, what: str) -> None:
@@ -267,7 +311,7 @@ def _gather(own: jax.Array, ring: Ring, num_gather_skipped: int | jax.Array) -> 
     """The slices of all workers by rank, shape (N, S); zeros for those that were not sent."""
     if isinstance(num_gather_skipped, int) and num_gather_skipped == 0:
         return ring.gather(own)
-    size, rank = ring.size, ring.rank
+    size, rank, own = ring.size, ring.rank, ring.round(own)
 
     def step(number: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         rows, passing = carry

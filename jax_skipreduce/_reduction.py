@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax_skipreduce import _axes, _local, _shift
 from jax_skipreduce._axes import AxisName
 from jax_skipreduce._buckets import group_of, make_buckets, reduce_bucket, reduce_in_full
-from jax_skipreduce._execute import Normalize, Ring, check_normalize, num_steps_skipped
+from jax_skipreduce._execute import Normalize, Ring, check_normalize, check_wire_dtype, num_steps_skipped
 from jax_skipreduce._ratio import SkipRatio, check_ratio, num_steps_of, ratio_at
 from jax_skipreduce._selection import Protect, indices_of, protected_leaves, treatments
 
@@ -32,6 +32,7 @@ class Config:
     min_size: int = 1024
     bucket_bytes: int = 25 * 2**20
     seed: int = 0
+    wire_dtype: Any = None
 
     def __post_init__(self) -> None:
         _axes.axis_names(self.axis_name)
@@ -40,6 +41,7 @@ class Config:
         if self.mode not in ("random", "static", "dropout"):
             raise ValueError(f"mode={self.mode!r}: expected 'random', 'static' or 'dropout'")
         check_normalize(self.normalize, allow_none=False)
+        object.__setattr__(self, "wire_dtype", check_wire_dtype(self.wire_dtype))
         # A seed is 32 bits, and a larger one would be another one's double.
         for name, least, most in (("min_size", 0, None), ("bucket_bytes", 1, None), ("seed", 0, 2**32 - 1)):
             value = getattr(self, name)
@@ -60,6 +62,7 @@ class Config:
 
 def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -> Any:
     """The gradients of this worker -> their mean over the workers, as `config` says for step `count`."""
+    ring = dataclasses.replace(ring, wire_dtype=config.wire_dtype)
     leaves, treedef = jax.tree.flatten(grads)
     treated = treatments(grads, protected_leaves(grads, config.protect), config.min_size)
     _local.check_local(grads, ring)

@@ -8,7 +8,12 @@ import numpy.typing
 from jax_skipreduce._schedule import Schedule
 
 
-def run(schedule: Schedule, slices: np.ndarray, accumulator: np.typing.DTypeLike | None = None) -> np.ndarray:
+def run(
+    schedule: Schedule,
+    slices: np.ndarray,
+    accumulator: np.typing.DTypeLike | None = None,
+    wire_dtype: np.typing.DTypeLike | None = None,
+) -> np.ndarray:
     """What every worker holds after the schedule.
 
     Args:
@@ -16,6 +21,8 @@ def run(schedule: Schedule, slices: np.ndarray, accumulator: np.typing.DTypeLike
       slices: shape (num_workers, num_slices, ...), what each worker holds before.
       accumulator: dtype to add in; sums are rounded to the dtype of `slices` when they travel on.
         None: that dtype itself.
+      wire_dtype: what values are rounded to when they travel; who passes a reduced slice on rounds its
+        own as well, so that all hold the same. None: not rounded.
 
     Returns:
       An array of the same shape and dtype.
@@ -32,6 +39,10 @@ def run(schedule: Schedule, slices: np.ndarray, accumulator: np.typing.DTypeLike
         before = held.copy()
         for transfer in step:
             arrived = before[transfer.source, transfer.slice_index]
+            if wire_dtype is not None:
+                arrived = arrived.astype(wire_dtype).astype(slices.dtype)
+            if transfer.operation == "copy":
+                held[transfer.source, transfer.slice_index] = arrived
             if transfer.operation == "reduce":
                 # On the wire first, then the receiver's own: the order in which a ring adds.
                 own = before[transfer.target, transfer.slice_index]

@@ -44,6 +44,7 @@ def skipreduce(
     min_size: int = 1024,
     bucket_bytes: int = 25 * 2**20,
     seed: int = 0,
+    wire_dtype: jax.typing.DTypeLike | None = None,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     param_specs: Any = None,
 ) -> optax.GradientTransformation:
@@ -57,7 +58,7 @@ def skipreduce(
     gradient is left out of k of the N slices of each leaf, where k = round(skip_ratio * N); which
     ones is drawn anew for each step and bucket. Bytes on the wire per worker for a leaf of n
     elements: (2(N-1) - k) * ceil(n/N) * itemsize, against 2(N-1) * ceil(n/N) * itemsize; `describe`
-    has the table.
+    has the table. The item is one of `wire_dtype`, where that is narrower.
 
     Reduced in full, as `lax.pmean` does it and in one call, are leaves that `protect` names, leaves
     under `min_size` elements, and integer and bool leaves (which come as floats, as from
@@ -88,6 +89,9 @@ def skipreduce(
       min_size: leaves with fewer elements are reduced in full.
       bucket_bytes: size up to which leaves are joined into one collective.
       seed: from which, with the counter, the shifts are drawn, 0..2**32-1. The same on all workers.
+      wire_dtype: floats that are wider are rounded to it for the wire, and added up as they are: float32
+        gradients with ``"bfloat16"`` send half the bytes, and come out as float32 values that bfloat16
+        can hold. None sends them as they are. What is reduced in full is not rounded.
       mesh: for pjit programs: the mesh. `update` then needs `params`.
       param_specs: the `PartitionSpec` of each parameter (a pytree, or a prefix of it) over axes that
         are not manual: with `mesh`, or in a `shard_map` over some of the axes. Shards are then reduced
@@ -115,7 +119,7 @@ def skipreduce(
     References:
       SkipReduce, MICRO 2025: sections 4.3 (random), 4.4 (selective).
     """
-    config = Config(axis_name, skip_ratio, mode, normalize, protect, min_size, bucket_bytes, seed)
+    config = Config(axis_name, skip_ratio, mode, normalize, protect, min_size, bucket_bytes, seed, wire_dtype)
     if mesh is not None:
         missing = [name for name in _axes.axis_names(axis_name) if name not in mesh.axis_names]
         if missing:

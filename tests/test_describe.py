@@ -118,7 +118,7 @@ def test_shards_of_other_kinds():
 def test_table():
     text = str(sr.describe(PARAMS, 8, skip_ratio=0.5, min_size=100))
     lines = text.splitlines()
-    assert " ".join(lines[0].split()) == "gradient shape dtype treatment elements skipped bytes sent in full"
+    assert " ".join(lines[0].split()) == "gradient shape dtype sent as treatment elements skipped bytes sent in full"
     kernel = next(line for line in lines if line.startswith("conv/kernel"))
     assert kernel.split()[-4:] == ["1,152", "576", "5,760", "8,064"]
     assert lines[-2] == "8 workers, skip_ratio 0.5: 4 of 7 reduce-scatter steps skipped, in 2 bucket(s)."
