@@ -28,6 +28,10 @@ Mode = Literal["skip", "dropout"]
 # program, and the time to compile it, does not grow with the number of workers.
 _MAX_UNROLLED_STEPS = 16
 
+# Blocks from this size on are read where they lie, slice by slice, and put together row by row. That is as fast as
+# can be, but each row that is named takes time to compile and to start: smaller blocks are joined, and gathered.
+_MIN_BYTES_LARGE = 2**20
+
 # What values may be rounded to for the wire. Narrower ones lose whole gradients in a sum of many.
 WIRE_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -222,30 +226,44 @@ def divide(x: jax.Array, normalize: Normalize | None, num_workers: int, contribu
     return x.astype(dtype) / jnp.asarray(contributors).astype(dtype)
 
 
+def _is_large(block: jax.Array) -> bool:
+    return block.size * block.dtype.itemsize >= _MIN_BYTES_LARGE
+
+
+def _large_first(blocks: Sequence[jax.Array]) -> list[int]:
+    """The order in which `blocks` lie in a bucket."""
+    return sorted(range(len(blocks)), key=lambda i: not _is_large(blocks[i]))
+
+
 def _slices_in_order_of_use(
     blocks: Sequence[jax.Array], ring: Ring, num_skipped: int | jax.Array, shift: int | jax.Array
 ) -> Callable[[Any], jax.Array]:
     """A function of a step s, from k on -> this worker's part of the slice that it sends in step s.
 
     What arrives in step s belongs to the slice that step s + 1 sends, or, after the last one, to the slice
-    that this worker owns; so it is added to the part of step s + 1. Parts are those of the joined blocks.
+    that this worker owns; so it is added to the part of step s + 1. Parts are those of the joined blocks,
+    large ones first.
     """
+
+    def slice_of(step: Any) -> Any:
+        return _ring.slice_to_send(ring.rank, step, shift, ring.size)
+
     blocks = [ring.local(block) for block in blocks]
-    if isinstance(num_skipped, int) and 2 * num_skipped >= ring.size:
+    readers = [(block, slice_of) for block in blocks if _is_large(block)]
+    small = [block for block in blocks if not _is_large(block)]
+    if len(small) > 1 and isinstance(num_skipped, int) and 2 * num_skipped >= ring.size:
         # N-k of N slices are all that is used. A gather is slower than a plain copy, but half of one is not.
-        steps = jnp.arange(num_skipped, ring.size, dtype=jnp.int32)
-        order = _ring.slice_to_send(ring.rank, steps, shift, ring.size)
-        blocks = [block.at[order].get(mode="promise_in_bounds", unique_indices=True) for block in blocks]
+        order = slice_of(jnp.arange(num_skipped, ring.size, dtype=jnp.int32))
+        used = [block.at[order].get(mode="promise_in_bounds", unique_indices=True) for block in small]
+        readers.append((jnp.concatenate(used, axis=1), lambda step: step - num_skipped))
+    elif small:
+        readers.append((jnp.concatenate(small, axis=1) if len(small) > 1 else small[0], slice_of))
 
-        def row(step: Any) -> Any:
-            return step - num_skipped
-    else:
+    def part(step: Any) -> jax.Array:
+        rows = [lax.dynamic_index_in_dim(block, row(step), axis=0, keepdims=False) for block, row in readers]
+        return rows[0] if len(rows) == 1 else jnp.concatenate(rows)
 
-        def row(step: Any) -> Any:
-            return _ring.slice_to_send(ring.rank, step, shift, ring.size)
-
-    bucket = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
-    return lambda step: lax.dynamic_index_in_dim(bucket, row(step), axis=0, keepdims=False)
+    return part
 
 
 def reduce_slices(
@@ -330,7 +348,13 @@ def by_slice(ring: Ring, shift: int | jax.Array) -> Callable[[jax.Array], jax.Ar
         return lambda rows: rows if first == 0 else jnp.concatenate([rows[first:], rows[:first]])
     # The owners could be computed; a sort makes XLA do that once, and not again in the copy of every leaf.
     owners = jnp.argsort(_ring.owned_slice(jnp.arange(ring.size, dtype=jnp.int32), shift, ring.size))
-    return lambda rows: rows.at[owners].get(mode="promise_in_bounds", unique_indices=True)
+
+    def in_place(rows: jax.Array) -> jax.Array:
+        if ring.size <= _MAX_UNROLLED_STEPS and _is_large(rows):
+            return jnp.concatenate([lax.dynamic_slice_in_dim(rows, owners[j], 1) for j in range(ring.size)])
+        return rows.at[owners].get(mode="promise_in_bounds", unique_indices=True)
+
+    return in_place
 
 
 def reduce_blocks(
@@ -356,13 +380,14 @@ def reduce_blocks(
     rows = _gather(own, ring, num_gather_skipped)
     if not jnp.issubdtype(rows.dtype, jnp.inexact):
         rows = divide(rows, normalize, ring.size, ring.size - num_skipped)
-    in_place, reduced, column = by_slice(ring, shift), [], 0
-    for block in blocks:
+    in_place, column = by_slice(ring, shift), 0
+    reduced: dict[int, jax.Array] = {}
+    for i in _large_first(blocks):
         # The rotation belongs to the copy out of the bucket, which is made anyway.
-        part = lax.slice_in_dim(rows, column, column + block.shape[1], axis=1)
-        reduced.append(in_place(part))
-        column += block.shape[1]
-    return reduced
+        part = lax.slice_in_dim(rows, column, column + blocks[i].shape[1], axis=1)
+        reduced[i] = in_place(part)
+        column += blocks[i].shape[1]
+    return [reduced[i] for i in range(len(blocks))]
 
 
 def slice_size(num_elements: int, num_workers: int) -> int:

@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_skipreduce import SkipReduceState
+from jax_skipreduce import SkipReduceState, _reference
+from jax_skipreduce._ring import ring_schedule
 
 # Every way in which the library is run inside one process.
 RUNNERS = ("shard_map", "shard_map_unchecked", "vmap", "pmap")
@@ -98,6 +99,19 @@ def normal(shape, dtype=jnp.float32, seed: int = 0) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.integer):
         values = np.round(20 * values)
     return jnp.asarray(values.astype(np.dtype(dtype)))
+
+
+def by_reference(x, num_skipped, shift, num_gather_skipped=0, accumulator=None, wire_dtype=None):
+    """What the schedule gives, run in NumPy: flattened, padded, cut, reduced, put together."""
+    x = np.asarray(x)
+    num_workers, size = x.shape[0], x[0].size
+    width = -(-size // num_workers)
+    padded = np.zeros((num_workers, num_workers * width), x.dtype)
+    padded[:, :size] = x.reshape(num_workers, -1)
+    schedule = ring_schedule(num_workers, num_skipped, shift, num_gather_skipped)
+    slices = padded.reshape(num_workers, num_workers, width)
+    wire_dtype = None if wire_dtype is None else jnp.dtype(wire_dtype)
+    return _reference.run(schedule, slices, accumulator, wire_dtype).reshape(num_workers, -1)[:, :size].reshape(x.shape)
 
 
 def bits(x) -> bytes:

@@ -1,12 +1,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_skipreduce import _buckets
+import jax_skipreduce as sr
+from jax_skipreduce import _buckets, _execute
+from jax_skipreduce._buckets import reduce_bucket
 from jax_skipreduce._execute import Ring, from_block, to_block
-from tests.helpers import count_collectives, normal, replicated_step
+from tests.helpers import bits, count_collectives, each_worker, normal, replicated_step
 
 shapes = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), max_size=6)
 dtypes = st.sampled_from(["float32", "bfloat16", "complex64"])
@@ -88,3 +91,31 @@ def test_reduction_in_full_is_pmean_in_one_call():
 
 def test_nothing_to_reduce():
     assert replicated_step(lambda x: _buckets.reduce_in_full([], [], Ring.of("data")), 8)(normal((8, 1))) == []
+
+
+@pytest.mark.parametrize("runner", ["shard_map", "vmap"])
+@pytest.mark.parametrize(("num_skipped", "shift"), [(0, -1), (2, 0), (3, 5), (4, 1), (7, 2), (None, 3)])
+def test_large_leaves_are_read_where_they_lie_and_nobody_can_tell(monkeypatch, runner, num_skipped, shift):
+    # Small, large, small, large: what is large lies first in the bucket, and comes back in its own place.
+    sizes = ((8, 30), (8, 401), (8, 7, 5), (8, 33, 16), (8, 100))
+    leaves = [normal(size, seed=i) for i, size in enumerate(sizes)]
+    results = {}
+    for least in (1, 1000, 2**40):
+        monkeypatch.setattr(_execute, "_MIN_BYTES_LARGE", least)
+
+        def local(leaves, k, c):
+            ring = Ring.of("data")
+            settings = {"normalize": "skip", "mode": "skip", "key": None}
+            return reduce_bucket(
+                leaves, ring, num_skipped=k if num_skipped is None else num_skipped, shift=c, **settings
+            )
+
+        results[least] = each_worker(runner, local, 8)(leaves, 6, shift)
+    for number, leaf in enumerate(leaves):
+        alone = each_worker(
+            runner,
+            lambda x, c: sr.all_reduce(x, "data", num_skipped=6 if num_skipped is None else num_skipped, shift=c),
+            8,
+        )(leaf, shift)
+        for least, result in results.items():
+            assert bits(result[number]) == bits(alone), (least, number)

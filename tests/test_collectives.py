@@ -7,11 +7,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce import _reference
-from jax_skipreduce._ring import owned_slice, ring_schedule
+from jax_skipreduce import _execute
+from jax_skipreduce._ring import owned_slice
 from tests.helpers import (
     RUNNERS,
     bits,
+    by_reference,
     count_collectives,
     data_mesh,
     each_worker,
@@ -22,18 +23,6 @@ from tests.helpers import (
 )
 
 DTYPES = ("float32", "float16", "bfloat16", "complex64", "int32", "int8", "uint16")
-
-
-def by_reference(x, num_skipped, shift, num_gather_skipped=0, accumulator=None):
-    """What the schedule gives, run in NumPy: flattened, padded, cut, reduced, put together."""
-    x = np.asarray(x)
-    num_workers, size = x.shape[0], x[0].size
-    width = -(-size // num_workers)
-    padded = np.zeros((num_workers, num_workers * width), x.dtype)
-    padded[:, :size] = x.reshape(num_workers, -1)
-    schedule = ring_schedule(num_workers, num_skipped, shift, num_gather_skipped)
-    slices = padded.reshape(num_workers, num_workers, width)
-    return _reference.run(schedule, slices, accumulator).reshape(num_workers, -1)[:, :size].reshape(x.shape)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
@@ -159,6 +148,22 @@ def test_sixteen_bits_are_added_in_float32_and_sent_in_their_own_dtype(dtype):
     # The mean is divided in float32 too: rounded once, from the sum of all.
     mean = replicated_step(lambda x: sr.all_reduce(x, "data", normalize="drop", num_skipped=7), 8)(x)
     assert bits(mean) == bits(by_reference(x, 7, 0)[0])
+
+
+@pytest.mark.parametrize(("num_workers", "num_skipped", "shift"), [(3, 0, -1), (4, 2, 1), (8, 5, 6), (20, 3, 7)])
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+def test_an_array_of_megabytes(num_workers, num_skipped, shift, wire_dtype):
+    x = normal((num_workers, 2**18 + 5))
+    assert x[0].nbytes > _execute._MIN_BYTES_LARGE
+
+    def reduce(x, shift):
+        return sr.all_reduce(x, "data", num_skipped=num_skipped, shift=shift, normalize=None, wire_dtype=wire_dtype)
+
+    result = each_worker("vmap", reduce, num_workers)(x, shift)
+    expected = by_reference(x, num_skipped, shift, wire_dtype=wire_dtype)
+    assert bits(result) == bits(expected)
+    static = each_worker("vmap", lambda x: reduce(x, shift), num_workers)(x)
+    assert bits(static) == bits(expected)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (7,), (8,), (9,), (2, 3, 5), (1000,)])

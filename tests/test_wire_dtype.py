@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 import jax_skipreduce as sr
-from jax_skipreduce import _reference
-from jax_skipreduce._ring import ring_schedule
 from tests.helpers import (
     RUNNERS,
     bits,
+    by_reference,
     collectives,
     data_mesh,
     each_worker,
@@ -22,14 +21,6 @@ from tests.helpers import (
 )
 
 WIRES = ("bfloat16", "float16")
-
-
-def by_reference(x, num_skipped, shift, wire_dtype, num_gather_skipped=0):
-    """Rows of a multiple of N elements, all-reduced in NumPy."""
-    x = np.asarray(x)
-    schedule = ring_schedule(len(x), num_skipped, shift, num_gather_skipped)
-    slices = x.reshape(len(x), len(x), -1)
-    return _reference.run(schedule, slices, wire_dtype=jnp.dtype(wire_dtype)).reshape(x.shape)
 
 
 @pytest.mark.parametrize("wire_dtype", WIRES)
@@ -45,7 +36,7 @@ def test_each_step_rounds_once_and_adds_in_float32(num_workers, runner, wire_dty
             ),
             num_workers,
         )
-        assert bits(run(x)) == bits(by_reference(x, k, shift, wire_dtype))
+        assert bits(run(x)) == bits(by_reference(x, k, shift, wire_dtype=wire_dtype))
 
 
 @pytest.mark.parametrize("num_workers", [2, 8, 20])
@@ -57,7 +48,7 @@ def test_a_traced_k_and_shift_give_the_same_bits(num_workers):
         num_workers,
     )
     for k, shift in ((0, 0), (1, 5), (num_workers - 1, 1)):
-        assert bits(run(x, k, shift)) == bits(by_reference(x, k, shift, "bfloat16"))
+        assert bits(run(x, k, shift)) == bits(by_reference(x, k, shift, wire_dtype="bfloat16"))
 
 
 def test_contributors_are_those_of_the_paper():
@@ -82,7 +73,7 @@ def test_a_gather_that_is_cut_short_rounds_what_it_sends(num_gather_skipped):
         ),
         8,
     )
-    expected = np.asarray(by_reference(x, 2, 0, "bfloat16", num_gather_skipped)).reshape(8, 8, 3)
+    expected = np.asarray(by_reference(x, 2, 0, num_gather_skipped, wire_dtype="bfloat16")).reshape(8, 8, 3)
     got = np.asarray(run(x)).reshape(8, 8, 3)
     for rank in range(8):
         for distance in range(8 - num_gather_skipped):  # the others are zero, and not so in the schedule
@@ -148,7 +139,7 @@ def test_float64_can_travel_as_float32():
         run = replicated_step(
             lambda x: sr.all_reduce(x, "data", num_skipped=2, normalize=None, wire_dtype="float32"), 8
         )
-        assert bits(run(x)) == bits(by_reference(x, 2, 0, "float32")[0])
+        assert bits(run(x)) == bits(by_reference(x, 2, 0, wire_dtype="float32")[0])
 
 
 def test_a_derivative_goes_the_same_way():
