@@ -5,11 +5,17 @@ import jax_skipreduce as sr
 tx = optax.chain(sr.skipreduce("data", skip_ratio=0.5), optax.adam(1e-3))
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jax_skipreduce._collectives import all_gather, all_reduce, reduce_scatter
 from jax_skipreduce._describe import Description, LeafDescription, describe
 from jax_skipreduce._local import local_params, local_value_and_grad
 from jax_skipreduce._selection import by_path
 from jax_skipreduce._transform import SkipReduceState, skipreduce
+
+if TYPE_CHECKING:
+    from jax_skipreduce import netlab
 
 __version__ = "0.1.0"
 
@@ -23,6 +29,14 @@ __all__ = [
     "describe",
     "local_params",
     "local_value_and_grad",
+    "netlab",
     "reduce_scatter",
     "skipreduce",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Where it is used, because it is for Linux alone.
+    if name == "netlab":
+        return importlib.import_module("jax_skipreduce.netlab")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

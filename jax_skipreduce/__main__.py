@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-# What the extra `demo` installs, by the name it is imported under.
-_OF_THE_EXTRA = ("flax", "matplotlib", "rich", "sklearn", "typer")
+# The extra that installs what a subcommand needs, by the name under which that is imported.
+_EXTRAS = {"flax": "demo", "matplotlib": "demo", "rdata": "lab", "rich": "demo", "sklearn": "demo", "typer": "demo"}
 
 
 def make_app() -> Any:
     """The typer app with all subcommands."""
     import typer
 
+    from jax_skipreduce.bench._command import bench
     from jax_skipreduce.demo._command import demo
+    from jax_skipreduce.netlab._command import lab
+    from jax_skipreduce.tta._command import tta
 
     app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -23,6 +26,10 @@ def make_app() -> Any:
         """Data-parallel training in JAX over slow links, with an all-reduce that skips steps."""
 
     app.command()(demo)
+    app.command()(bench)
+    # What follows the command belongs to the command, also without --.
+    app.command(context_settings={"allow_interspersed_args": False})(lab)
+    app.command()(tta)
     return app
 
 
@@ -32,9 +39,9 @@ def main() -> None:
         make_app()(prog_name="skipreduce")
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
-        if name not in _OF_THE_EXTRA:
+        if name not in _EXTRAS:
             raise
-        sys.exit(f"skipreduce needs {name}, which is not installed: pip install 'jax-skipreduce[demo]'")
+        sys.exit(f"skipreduce needs {name}, which is not installed: pip install 'jax-skipreduce[{_EXTRAS[name]}]'")
 
 
 if __name__ == "__main__":

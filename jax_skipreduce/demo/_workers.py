@@ -39,7 +39,7 @@ def find_workers(num_workers: int) -> list[Any]:
             ) from None
     if len(devices) < 2:
         raise RuntimeError(
-            "JAX has one CPU device. The demo sets up one per worker, unless the number was chosen before: unset "
+            "JAX has one CPU device. This program sets up one per worker, unless the number was chosen before: unset "
             "JAX_NUM_CPU_DEVICES and take --xla_force_host_platform_device_count out of XLA_FLAGS"
         )
     return devices[:num_workers]
