@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_skipreduce._axes import varying_axes
-from jax_skipreduce._execute import Mode, Normalize, Ring, from_block, reduce_blocks, to_block
+from jax_skipreduce._execute import Mode, Normalize, Ring, from_block, is_large, reduce_blocks, to_block
 
 
 def group_of(leaf: Any, varying: frozenset[Hashable]) -> Hashable:
@@ -75,24 +75,25 @@ def reduce_bucket(
     return [from_block(block, leaf.shape) for block, leaf in zip(blocks, leaves, strict=True)]
 
 
-def reduce_in_full(large: Sequence[jax.Array], small: Sequence[jax.Array], ring: Ring) -> list[jax.Array]:
-    """`lax.pmean` of every leaf, in one call. The small ones are joined first.
+def reduce_in_full(leaves: Sequence[jax.Array], ring: Ring) -> list[jax.Array]:
+    """`lax.pmean` of every leaf, in one call, in which all but large ones are joined.
 
-    Returns:
-      The means of `large`, then those of `small`.
+    XLA makes one collective of each array, and a short one takes the time of its steps, not of its bytes.
     """
-    if not large and not small:
+    if not leaves:
         return []
+    alone = [i for i, leaf in enumerate(leaves) if is_large(leaf)]
     groups: dict[Hashable, list[int]] = {}
-    for index, leaf in enumerate(small):
-        groups.setdefault(group_of(leaf, varying_axes(leaf)), []).append(index)
-    joined = [jnp.concatenate([small[i].reshape(-1) for i in members]) for members in groups.values()]
-    means = lax.pmean([*large, *joined], ring.names)
-    result: list[Any] = [*means[: len(large)], *small]
-    for members, vector in zip(groups.values(), means[len(large) :], strict=True):
+    for i, leaf in enumerate(leaves):
+        if i not in alone:
+            groups.setdefault(group_of(leaf, varying_axes(leaf)), []).append(i)
+    joined = [jnp.concatenate([leaves[i].reshape(-1) for i in members]) for members in groups.values()]
+    means = lax.pmean([*(leaves[i] for i in alone), *joined], ring.names)
+    result: dict[int, jax.Array] = dict(zip(alone, means, strict=False))
+    for members, vector in zip(groups.values(), means[len(alone) :], strict=True):
         start = 0
         for i in members:
-            part = lax.slice_in_dim(vector, start, start + small[i].size)
-            result[len(large) + i] = part.reshape(small[i].shape)
-            start += small[i].size
-    return result
+            part = lax.slice_in_dim(vector, start, start + leaves[i].size)
+            result[i] = part.reshape(leaves[i].shape)
+            start += leaves[i].size
+    return [result[i] for i in range(len(leaves))]

@@ -226,13 +226,14 @@ def divide(x: jax.Array, normalize: Normalize | None, num_workers: int, contribu
     return x.astype(dtype) / jnp.asarray(contributors).astype(dtype)
 
 
-def _is_large(block: jax.Array) -> bool:
-    return block.size * block.dtype.itemsize >= _MIN_BYTES_LARGE
+def is_large(x: jax.Array) -> bool:
+    """Whether `x` is worth being moved by itself."""
+    return x.size * x.dtype.itemsize >= _MIN_BYTES_LARGE
 
 
 def _large_first(blocks: Sequence[jax.Array]) -> list[int]:
     """The order in which `blocks` lie in a bucket."""
-    return sorted(range(len(blocks)), key=lambda i: not _is_large(blocks[i]))
+    return sorted(range(len(blocks)), key=lambda i: not is_large(blocks[i]))
 
 
 def _slices_in_order_of_use(
@@ -249,8 +250,8 @@ def _slices_in_order_of_use(
         return _ring.slice_to_send(ring.rank, step, shift, ring.size)
 
     blocks = [ring.local(block) for block in blocks]
-    readers = [(block, slice_of) for block in blocks if _is_large(block)]
-    small = [block for block in blocks if not _is_large(block)]
+    readers = [(block, slice_of) for block in blocks if is_large(block)]
+    small = [block for block in blocks if not is_large(block)]
     if len(small) > 1 and isinstance(num_skipped, int) and 2 * num_skipped >= ring.size:
         # N-k of N slices are all that is used. A gather is slower than a plain copy, but half of one is not.
         order = slice_of(jnp.arange(num_skipped, ring.size, dtype=jnp.int32))
@@ -350,7 +351,7 @@ def by_slice(ring: Ring, shift: int | jax.Array) -> Callable[[jax.Array], jax.Ar
     owners = jnp.argsort(_ring.owned_slice(jnp.arange(ring.size, dtype=jnp.int32), shift, ring.size))
 
     def in_place(rows: jax.Array) -> jax.Array:
-        if ring.size <= _MAX_UNROLLED_STEPS and _is_large(rows):
+        if ring.size <= _MAX_UNROLLED_STEPS and is_large(rows):
             return jnp.concatenate([lax.dynamic_slice_in_dim(rows, owners[j], 1) for j in range(ring.size)])
         return rows.at[owners].get(mode="promise_in_bounds", unique_indices=True)
 

@@ -67,14 +67,13 @@ def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -
     treated = treatments(grads, protected_leaves(grads, config.protect), config.min_size)
     _local.check_local(grads, ring)
 
-    in_full = indices_of(treated, "protected", "integer")
-    small = indices_of(treated, "small")
-    means = reduce_in_full([leaves[i] for i in in_full], [leaves[i] for i in small], ring)
+    in_full = indices_of(treated, "protected", "integer", "small")
+    means = reduce_in_full([leaves[i] for i in in_full], ring)
     # Without elements there is nothing to send, but the result has to be typed as the same on all workers.
     reduced = [
         leaf if leaf.size or leaf.dtype == jax.dtypes.float0 else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves
     ]
-    for index, mean in zip([*in_full, *small], means, strict=True):
+    for index, mean in zip(in_full, means, strict=True):
         reduced[index] = mean
 
     skipped = indices_of(treated, "skipped")

@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import jax_skipreduce as sr
 from jax_skipreduce import _buckets, _execute
 from jax_skipreduce._buckets import reduce_bucket
 from jax_skipreduce._execute import Ring, from_block, to_block
-from tests.helpers import bits, count_collectives, each_worker, normal, replicated_step
+from tests.helpers import bits, collectives, count_collectives, each_worker, normal, replicated_step
 
 shapes = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), max_size=6)
 dtypes = st.sampled_from(["float32", "bfloat16", "complex64"])
@@ -69,28 +71,39 @@ def test_a_bucket_is_its_leaves_reduced_one_by_one(leaves, num_workers):
         np.testing.assert_array_equal(one, other)
 
 
-def test_reduction_in_full_is_pmean_in_one_call():
-    large = [normal((8, 300)), normal((8, 4, 100), jnp.bfloat16)]
-    small = [normal((8,)), normal((8, 2, 3), jnp.bfloat16), normal((8, 5)), normal((8, 2), jnp.int32)]
+@pytest.mark.parametrize("least", [1, 1000, 2**40])  # all by themselves, some, none
+def test_reduction_in_full_is_pmean_in_one_call(monkeypatch, least):
+    monkeypatch.setattr(_execute, "_MIN_BYTES_LARGE", least)
+    leaves = [
+        *(normal((8,)), normal((8, 300)), normal((8, 4, 100), jnp.bfloat16), normal((8, 2, 3), jnp.bfloat16)),
+        *(normal((8, 5)), normal((8, 2), jnp.int32), normal((8, 3)) > 0),
+    ]
 
     def ours(values):
-        return _buckets.reduce_in_full(*values, Ring.of("data"))
+        return _buckets.reduce_in_full(values, Ring.of("data"))
 
     def theirs(values):
-        return [jax.lax.pmean(value, "data") for value in [*values[0], *values[1]]]
+        return [jax.lax.pmean(value, "data") for value in values]
 
     function = replicated_step(ours, 8)
-    for one, other in zip(function((large, small)), replicated_step(theirs, 8)((large, small)), strict=True):
+    for one, other in zip(function(leaves), replicated_step(theirs, 8)(leaves), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
     # XLA joins the operands of the call: one all-reduce for the floats, one for the integers.
-    assert count_collectives(function, (large, small)) == {"all-reduce": 2}
-    floats_alone = ([large[0]], [small[0], small[2]])
-    assert count_collectives(function, floats_alone) == {"all-reduce": 1}
+    assert count_collectives(function, leaves) == {"all-reduce": 2}
+    assert count_collectives(function, [leaves[1], leaves[0], leaves[4]]) == {"all-reduce": 1}
+
+
+def test_short_leaves_are_one_operand():
+    # Each operand is an all-reduce of its own over Gloo.
+    leaves = [normal((8, 300)), normal((8, 20)), normal((8, 2**18))]
+    function = replicated_step(lambda values: _buckets.reduce_in_full(values, Ring.of("data")), 8)
+    ((shape, _),) = collectives(function.lower(leaves).compile().as_text())
+    assert sorted(re.findall(r"f32\[\d+\]", shape)) == ["f32[262144]", "f32[320]"]
 
 
 def test_nothing_to_reduce():
-    assert replicated_step(lambda x: _buckets.reduce_in_full([], [], Ring.of("data")), 8)(normal((8, 1))) == []
+    assert replicated_step(lambda x: _buckets.reduce_in_full([], Ring.of("data")), 8)(normal((8, 1))) == []
 
 
 @pytest.mark.parametrize("runner", ["shard_map", "vmap"])

@@ -44,12 +44,12 @@ def tta(
         typer.Option(
             help="Of each worker's link, as for skipreduce lab: 200mbit, or one per worker with commas between. Once "
             "for each lab to measure in.",
-            show_default="200mbit",
+            show_default=", ".join(f"{defaults.rate} for {name}" for name, defaults in DEFAULTS.items()),
         ),
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option(help="Names with commas between; a wrong one shows all.", show_default="all but skip-0*"),
+        typer.Option(help="Names with commas between; a wrong one shows all.", show_default="all but skip-0*, skip-25"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=10**6, help="Of shards, parameters, order and shifts.")] = 0,
     seeds: Annotated[
@@ -58,7 +58,7 @@ def tta(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_STEPS, help="Training steps of each run.", show_default="300, with --quick 40"),
+        typer.Option(min=1, max=MAX_STEPS, help="Training steps of each run.", show_default="200, with --quick 40"),
     ] = None,
     interval: Annotated[
         int | None,
@@ -139,13 +139,12 @@ def tta(
     from jax_skipreduce import netlab
 
     in_lab = netlab.is_worker()
-    rates = list(dict.fromkeys(rate or ["200mbit"]))
     _check_lab(in_lab, no_lab, rate, workers)
     num_workers = workers or (4 if quick else 8)
     all_settings = []
     for name in workloads:
         defaults = DEFAULTS[name]
-        for one in [None] if no_lab else rates:
+        for one in [None] if no_lab else dict.fromkeys(rate or [defaults.rate]):
             chosen = target if target is not None else QUICK_TARGETS[name] if quick else defaults.target
             settings = Settings(
                 workload=name.value,
@@ -153,7 +152,7 @@ def tta(
                 rate=one,
                 methods=names,
                 seeds=tuple(range(seed, seed + (seeds or (1 if quick else 3)))),
-                num_steps=steps or (40 if quick else 300),
+                num_steps=steps or (40 if quick else 200),
                 evaluation_interval=interval or (5 if quick else 10),
                 target=chosen,
                 batch_size=defaults.batch_size,

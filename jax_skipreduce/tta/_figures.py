@@ -75,6 +75,7 @@ def _draw_accuracy(results: Results, axes: Any) -> None:
     axes.set(
         xlabel="seconds of training", ylabel="test accuracy (%)", ylim=(min(late) - 0.2 * span, max(late) + 0.1 * span)
     )
+    axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize="small")
 

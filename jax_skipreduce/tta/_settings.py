@@ -32,17 +32,19 @@ class Defaults:
       batch_size: examples per worker and step: images, or windows of text.
       learning_rate: the largest of the schedule.
       num_test: examples that are evaluated.
+      rate: of the links: one at which communication takes most of a step on a machine of two cores.
     """
 
     target: float
     batch_size: int
     learning_rate: float
     num_test: int
+    rate: str
 
 
 DEFAULTS = {
-    WorkloadName.VGG: Defaults(target=0.84, batch_size=8, learning_rate=1e-3, num_test=2000),
-    WorkloadName.LM: Defaults(target=0.45, batch_size=2, learning_rate=2e-3, num_test=128),
+    WorkloadName.VGG: Defaults(target=0.81, batch_size=8, learning_rate=2e-3, num_test=2000, rate="300mbit"),
+    WorkloadName.LM: Defaults(target=0.375, batch_size=2, learning_rate=2e-3, num_test=128, rate="150mbit"),
 }
 
 # The quick measurement wants a target that a small network reaches within a few steps.

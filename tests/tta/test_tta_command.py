@@ -92,7 +92,7 @@ def test_quick_in_a_lab():
     ("arguments", "option", "message"),
     [
         (["--workload", "resnet"], "--workload", "'resnet'; expected vgg, lm or all"),
-        (["--methods", "psum,topk"], "--methods", "there is no method 'topk'; there are psum, psum-bf16, skip-0"),
+        (["--methods", "psum,topk"], "--methods", "there is no method 'topk'; there are psum, psum-flat, psum-bf16"),
         (["--target", "85"], "--target", "85.0 is no accuracy in (0, 1)"),
         (["--target", "0.8"], "--target", "give one --workload"),
         (["--rate", "200mbit"], "--rate", "leave out one of --rate and --no-lab"),

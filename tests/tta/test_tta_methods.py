@@ -45,7 +45,7 @@ def contributors(means):
 def test_defaults_are_registered():
     assert set(_methods.DEFAULT_METHODS) | set(_methods.QUICK_METHODS) <= set(_methods.METHODS)
     assert _methods.BASELINE in _methods.DEFAULT_METHODS
-    assert {"skip-0", "skip-0-bf16"} == set(_methods.METHODS) - set(_methods.DEFAULT_METHODS)
+    assert {"skip-0", "skip-0-bf16", "skip-25"} == set(_methods.METHODS) - set(_methods.DEFAULT_METHODS)
     assert all(method.description for method in _methods.METHODS.values())
 
 
@@ -67,6 +67,7 @@ def test_a_method_is_added_by_name(monkeypatch):
     ("name", "conv", "dense"),
     [
         ("psum", N, N),
+        ("psum-flat", N, N),
         ("psum-bf16", N, N),
         ("skip-0", N, N),
         ("skip-0-bf16", N, N),

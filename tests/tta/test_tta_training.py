@@ -141,6 +141,8 @@ def test_nothing_is_on_the_wire(tmp_path, cluster, name):
     words = ("all-reduce", "collective-permute", "all-gather")
     assert not [word for word in words if word in local.as_text()]
     assert [word for word in words if word in whole.as_text()]
+    # One fence for each collective at least: local work is not fused across.
+    assert local.as_text().count(" while(") > whole.as_text().count(" while(")
     after = local(state, batches)
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(after.params))
     assert int(after.step) == 1
