@@ -15,6 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
+from jax_skipreduce.netlab._plan import make_plan
+from jax_skipreduce.netlab._worker import environment
 from tests.helpers import bits, collectives, data_mesh, each_worker, normal, powers_of_two
 
 pytestmark = pytest.mark.promotes  # optax's wrappers do
@@ -280,6 +282,13 @@ def test_sixteen_bit_overflow():
     assert jnp.isinf(updates(skip(0.0), True, large)["w"]).any()
     scaled = updates(optax.chain(optax.scale(1 / 8), skip(0.0), optax.scale(8.0)), True, large)
     np.testing.assert_allclose(scaled["w"], 2e4, rtol=1e-3)
+
+
+def test_memory_is_kept():
+    # Nothing of it can be seen without megabytes and a clock; but what the page says is what workers of a lab get.
+    env = environment(make_plan("x", 2, "1gbit"), 0, {}, {})
+    page = (Path(__file__).parent.parent / "docs" / "sharp-bits.md").read_text()
+    assert f"`GLIBC_TUNABLES={env['GLIBC_TUNABLES']}`" in page
 
 
 def test_many_steps_in_flight():

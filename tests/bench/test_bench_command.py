@@ -43,7 +43,8 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_writes_table_numbers_and_figure():
+def test_writes_table_numbers_and_figure(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/bin/skipreduce", "bench", "--plot", "a b.png"])
     # 4004 bytes are 1001 elements, which 4 workers cannot share evenly.
     options = ("--workers", "4", "--sizes", "4004,16K", "--rounds", "3", "--warmup", "1", "--skip", "0,3")
     code, output = run(*options, "--json", "numbers.json", "--raw", "--plot", "speed.png")
@@ -81,7 +82,7 @@ def test_writes_table_numbers_and_figure():
     assert figures["machine"]["versions"]["jax"] == jax.__version__
     assert figures["machine"]["versions"]["jax_skipreduce"] == sr.__version__
     assert figures["settings"]["skips"] == [0, 3]
-    assert figures["command"].startswith("skipreduce ")
+    assert figures["command"] == "skipreduce bench --plot 'a b.png'"
     picture = Path("speed.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 10_000
