@@ -52,7 +52,11 @@ def remove_lab(lab_id: str) -> None:
 
 def _remove_leftovers() -> None:
     for path in sorted(RECORDS.glob(f"*{_SUFFIX}")):
-        with path.open("r+") as record:
+        try:
+            record = path.open("r+")
+        except FileNotFoundError:
+            continue  # Its lab has ended since.
+        with record:
             if _lock(record):
                 # What cannot be removed must not keep new labs from starting. Names differ, so it is in nobody's way.
                 with contextlib.suppress(LabError):

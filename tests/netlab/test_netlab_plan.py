@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from jax_skipreduce.netlab import _owner
 from jax_skipreduce.netlab._commands import Command, File, hosts, setup, teardown
 from jax_skipreduce.netlab._plan import Link, choose_congestion_control, make_plan
 from jax_skipreduce.netlab._units import format_rate, parse_duration, parse_rate
@@ -165,3 +166,12 @@ def test_congestion_control(allowed, expected):
     assert choose_congestion_control(allowed) == expected
     plan = make_plan("x", 1, "1gbit", congestion_control=expected)
     assert any(f"net.ipv4.tcp_congestion_control={expected}" in argv for argv in commands(plan))
+
+
+def test_a_record_that_vanishes_while_leftovers_are_looked_for(tmp_path, monkeypatch):
+    # A lab that ends removes its record at any time. A link to nowhere is seen in the folder, and cannot be opened.
+    monkeypatch.setattr(_owner, "RECORDS", tmp_path)
+    (tmp_path / "gone.lab").symlink_to(tmp_path / "nowhere")
+    with _owner.owned_lab() as lab_id:
+        assert (tmp_path / f"{lab_id}.lab").exists()
+    assert not (tmp_path / f"{lab_id}.lab").exists()
