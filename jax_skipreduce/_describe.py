@@ -14,12 +14,13 @@ import optax
 from jax_skipreduce import _ring
 from jax_skipreduce._axes import axis_names
 from jax_skipreduce._buckets import group_of, make_buckets
-from jax_skipreduce._execute import sent_dtype, slice_size
+from jax_skipreduce._execute import slice_size
 from jax_skipreduce._ratio import num_steps_of, ratio_at
 from jax_skipreduce._reduction import Config
 from jax_skipreduce._selection import Treatment, indices_of, leaf_paths, protected_leaves, treatments
 from jax_skipreduce._sharded import axes_of, broadcast_specs, specs_of_types
 from jax_skipreduce._transform import SkipReduce
+from jax_skipreduce._wire import sent_dtype
 
 
 @dataclasses.dataclass(frozen=True)

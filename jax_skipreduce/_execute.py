@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jax_skipreduce import _axes, _ring
+from jax_skipreduce import _axes, _ring, _wire
 from jax_skipreduce._axes import AxisName
 
 Normalize = Literal["skip", "drop"]
@@ -31,9 +31,6 @@ _MAX_UNROLLED_STEPS = 16
 # Blocks from this size on are read where they lie, slice by slice, and put together row by row. That is as fast as
 # can be, but each row that is named takes time to compile and to start: smaller blocks are joined, and gathered.
 _MIN_BYTES_LARGE = 2**20
-
-# What values may be rounded to for the wire. Narrower ones lose whole gradients in a sum of many.
-WIRE_DTYPES = ("bfloat16", "float16", "float32")
 
 _SUPPORTED = (
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
@@ -64,7 +61,7 @@ class Ring:
         """The ring over `axis_name`, which is checked, as is `wire_dtype`."""
         names = _axes.bound_axes(axis_name)
         rank = lax.axis_index(names)
-        return cls(names, lax.axis_size(names), rank, _axes.is_tracked(rank, names), check_wire_dtype(wire_dtype))
+        return cls(names, lax.axis_size(names), rank, _axes.is_tracked(rank, names), _wire.check_wire_dtype(wire_dtype))
 
     def local(self, x: jax.Array) -> jax.Array:
         """`x`, typed as differing between workers."""
@@ -84,63 +81,15 @@ class Ring:
 
     def _move(self, move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         """``move(x)``, rounded to what is sent."""
-        return _in_own_dtype(move, x.astype(self._sent_as(x))).astype(x.dtype)
+        return _wire.in_own_dtype(move, x.astype(self._sent_as(x))).astype(x.dtype)
 
     def round(self, x: jax.Array) -> jax.Array:
         """`x` as it would arrive."""
-        sent = self._sent_as(x)
-        if sent == x.dtype:
-            return x
-        # Two casts would not do: XLA is free to leave out both.
-        info = jnp.finfo(sent)
-        return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+        return _wire.round_to(x, self._sent_as(x))
 
     def _sent_as(self, x: jax.Array) -> np.dtype:
         # One worker sends nothing, so it has nothing to round.
-        return sent_dtype(x.dtype, self.wire_dtype) if self.size > 1 else x.dtype
-
-
-def _in_own_dtype(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """``move(x)``, which moves values unchanged, with 16-bit floats as 16 bits on the wire.
-
-    XLA's CPU backend widens the float16 and bfloat16 operands of a collective to float32, and
-    sends twice the bytes. It leaves integers alone.
-    """
-    if x.dtype not in (jnp.float16, jnp.bfloat16):
-        return move(x)
-
-    @jax.custom_jvp
-    def move_bits(x: jax.Array) -> jax.Array:
-        return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
-
-    # A bit cast has no derivative, but what is done here is linear.
-    @move_bits.defjvp
-    def move_bits_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return move_bits(*primals), move(*tangents)
-
-    return move_bits(x)
-
-
-def check_wire_dtype(wire_dtype: Any) -> np.dtype | None:
-    """`wire_dtype` as a dtype. Raises TypeError or ValueError if nothing can be sent in it."""
-    if wire_dtype is None:
-        return None
-    expected = f"expected one of {', '.join(WIRE_DTYPES)}, or None to send values as they are"
-    try:
-        dtype = jnp.dtype(wire_dtype)
-    except TypeError:
-        raise TypeError(f"wire_dtype={wire_dtype!r}: {expected}") from None
-    if dtype.name not in WIRE_DTYPES:
-        raise ValueError(f"wire_dtype={dtype.name}: {expected}")
-    return dtype
-
-
-def sent_dtype(dtype: Any, wire_dtype: np.dtype | None) -> np.dtype:
-    """What values of `dtype` are sent as: `wire_dtype` if they are wider floats, else as they are."""
-    dtype = jnp.dtype(dtype)
-    if wire_dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        return dtype
-    return wire_dtype if wire_dtype.itemsize < dtype.itemsize else dtype
+        return _wire.sent_dtype(x.dtype, self.wire_dtype) if self.size > 1 else x.dtype
 
 
 def check_dtype(dtype: Any, what: str) -> None:

@@ -13,9 +13,10 @@ from jax.core import Tracer
 from jax_skipreduce import _axes, _local, _shift
 from jax_skipreduce._axes import AxisName
 from jax_skipreduce._buckets import group_of, make_buckets, reduce_bucket, reduce_in_full
-from jax_skipreduce._execute import Normalize, Ring, check_normalize, check_wire_dtype, num_steps_skipped
+from jax_skipreduce._execute import Normalize, Ring, check_normalize, num_steps_skipped
 from jax_skipreduce._ratio import SkipRatio, check_ratio, num_steps_of, ratio_at
 from jax_skipreduce._selection import Protect, indices_of, protected_leaves, treatments
+from jax_skipreduce._wire import check_wire_dtype
 
 TransformMode = Literal["random", "static", "dropout"]
 

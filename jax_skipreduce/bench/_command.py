@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from jax_skipreduce._cli import OUTPUT_FILE, check_png, refuse
 from jax_skipreduce.bench._settings import DType, Mode, Settings, default_skips, parse_choices, parse_sizes, parse_skips
 
 Value = TypeVar("Value")
-
-
-def _check_writable(path: Path | None) -> Path | None:
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{path}: there is no folder {path.absolute().parent} to write it to")
-    # Not after an hour of measuring.
-    if path is not None and not path.exists() and not os.access(path.absolute().parent, os.W_OK):
-        raise typer.BadParameter(f"{path}: the folder {path.absolute().parent} is not writable")
-    return path
-
-
-_OUTPUT: dict[str, Any] = {"dir_okay": False, "writable": True, "callback": _check_writable}
 
 
 def bench(
@@ -65,11 +53,11 @@ def bench(
     ] = True,
     seed: Annotated[int, typer.Option(min=0, max=10**9, help="Of the order, the shifts and the messages.")] = 0,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write all numbers, machine and versions there.", **_OUTPUT)
+        Path | None, typer.Option("--json", help="Write all numbers, machine and versions there.", **OUTPUT_FILE)
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="With --json: the time of every call, too.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Write speed-up against skip ratio there, as PNG.", **_OUTPUT)
+        Path | None, typer.Option(help="Write speed-up against skip ratio there, as PNG.", **OUTPUT_FILE)
     ] = None,
     coordinator: Annotated[
         str | None,
@@ -93,15 +81,14 @@ def bench(
     all_wires = "bfloat16" if dtype == DType.BFLOAT16 else "float32,bfloat16"
     wires = _parse("--wire", parse_choices, all_wires if wire is None else wire, DType)
     if dtype == DType.BFLOAT16 and DType.FLOAT32 in wires:
-        _refuse("a message in bfloat16 does not travel in float32", "--wire")
+        refuse("a message in bfloat16 does not travel in float32", "--wire")
     if raw and json_path is None:
-        _refuse("the times of single calls go into the file that --json names", "--raw")
-    if plot is not None and plot.suffix.lower() != ".png":
-        _refuse(f"{plot}: the name of a PNG file ends in .png", "--plot")
+        refuse("the times of single calls go into the file that --json names", "--raw")
+    check_png(plot, "--plot")
     if coordinator is None and (num_processes, process_id) != (None, None):
-        _refuse("needed for several processes: host:port of process 0, the same for all", "--coordinator")
+        refuse("needed for several processes: host:port of process 0, the same for all", "--coordinator")
     if coordinator not in (None, "auto") and None in (num_processes, process_id):
-        _refuse("host:port needs --num-processes and --process-id", "--coordinator")
+        refuse("host:port needs --num-processes and --process-id", "--coordinator")
 
     # Not at the top: help should not wait for JAX, nor need what it does not use.
     from jax_skipreduce.bench import _candidates, _figure, _measure, _progress, _report, _rows, _table, _workers
@@ -109,7 +96,7 @@ def bench(
     try:
         _workers.join(coordinator, num_processes, process_id)
     except (RuntimeError, ValueError) as error:
-        _refuse(str(error), None if coordinator is None else "--coordinator")
+        refuse(str(error), None if coordinator is None else "--coordinator")
     try:
         devices = _workers.find(workers)
     except RuntimeError as error:
@@ -166,16 +153,11 @@ def _parse(option: str, parse: Callable[..., Value], *arguments: Any) -> Value:
     try:
         return parse(*arguments)
     except ValueError as error:
-        _refuse(str(error), option)
-
-
-def _refuse(message: str, option: str | None) -> NoReturn:
-    """Ends the command as typer does for a value that it can judge itself."""
-    raise typer.BadParameter(message, param_hint=option)
+        refuse(str(error), option)
 
 
 def _refuse_together(message: str, option: str) -> NoReturn:
     """The same where all processes come to the same end: one of them says why."""
     if _is_first():
-        _refuse(message, option)
+        refuse(message, option)
     raise typer.Exit(2)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
 
+from jax_skipreduce._cli import OUTPUT_FILE, check_png, refuse
 from jax_skipreduce.demo._settings import (
     DEFAULT_LEARNING_RATES,
     DataName,
@@ -30,15 +31,6 @@ def _check_learning_rate(value: float | None) -> float | None:
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise typer.BadParameter(f"{value} is not a positive number")
     return value
-
-
-def _check_writable(path: Path | None) -> Path | None:
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{path}: there is no folder {path.absolute().parent} to write it to")
-    return path
-
-
-_OUTPUT: dict[str, Any] = {"dir_okay": False, "writable": True, "callback": _check_writable}
 
 
 def demo(
@@ -95,9 +87,9 @@ def demo(
         ),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write figures, settings, versions and curves there.", **_OUTPUT)
+        Path | None, typer.Option("--json", help="Write figures, settings, versions and curves there.", **OUTPUT_FILE)
     ] = None,
-    plot: Annotated[Path, typer.Option(help="Write the curves there, as PNG.", **_OUTPUT)] = Path(
+    plot: Annotated[Path, typer.Option(help="Write the curves there, as PNG.", **OUTPUT_FILE)] = Path(
         "skipreduce-demo.png"
     ),
 ) -> None:
@@ -108,9 +100,8 @@ def demo(
     two or more accelerators.
     """
     if data_dir is not None and data == DataName.DIGITS:
-        _refuse("digits come with scikit-learn; a folder is for --data fashion-mnist", "--data-dir")
-    if plot.suffix.lower() != ".png":
-        _refuse(f"{plot}: the name of a PNG file ends in .png", "--plot")
+        refuse("digits come with scikit-learn; a folder is for --data fashion-mnist", "--data-dir")
+    check_png(plot, "--plot")
 
     # Not at the top: help should not wait for JAX, nor need what it does not use.
     from rich.console import Console
@@ -120,14 +111,14 @@ def demo(
     try:
         dataset = _data.load(data, data_dir)
     except (OSError, ValueError) as error:
-        _refuse(str(error), "--data" if data_dir is None else "--data-dir")
+        refuse(str(error), "--data" if data_dir is None else "--data-dir")
     try:
         devices = _workers.find_workers(workers)
     except RuntimeError as error:
-        _refuse(str(error), "--workers")
+        refuse(str(error), "--workers")
     per_worker = len(dataset.train_labels) // len(devices)
     if batch_size > per_worker:
-        _refuse(f"{batch_size} images, but each of {len(devices)} workers holds only {per_worker}", "--batch-size")
+        refuse(f"{batch_size} images, but each of {len(devices)} workers holds only {per_worker}", "--batch-size")
     settings = Settings(
         skip_ratio=skip_ratio,
         mode=mode,
@@ -153,8 +144,3 @@ def demo(
     if json_path is not None:
         json_path.write_text(json.dumps(_report.as_json(comparison, devices), indent=1, allow_nan=False) + "\n")
         console.print(f"Figures: {json_path}", soft_wrap=True)
-
-
-def _refuse(message: str, option: str) -> NoReturn:
-    """Ends the command as typer does for a value that it can judge itself."""
-    raise typer.BadParameter(message, param_hint=option)

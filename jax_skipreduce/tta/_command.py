@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from jax_skipreduce._cli import OUTPUT_FILE, refuse
 from jax_skipreduce.demo._settings import DataName
 from jax_skipreduce.tta._settings import DEFAULTS, MAX_STEPS, QUICK_TARGETS, Settings, Size, WorkloadName
 
@@ -19,12 +20,6 @@ def _check_target(value: float | None) -> float | None:
     if value is not None and not 0 < value < 1:
         raise typer.BadParameter(f"{value} is no accuracy in (0, 1), such as 0.8")
     return value
-
-
-def _check_writable(path: Path | None) -> Path | None:
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{path}: there is no folder {path.absolute().parent} to write it to")
-    return path
 
 
 def tta(
@@ -99,10 +94,7 @@ def tta(
     json_path: Annotated[
         Path | None,
         typer.Option(
-            "--json",
-            dir_okay=False,
-            callback=_check_writable,
-            help="Write there: settings, machine, versions, curves, figures.",
+            "--json", help="Write there: settings, machine, versions, curves, figures.", **OUTPUT_FILE
         ),
     ] = None,
     plot_dir: Annotated[
@@ -125,16 +117,16 @@ def tta(
 
     workloads = _workloads(workload, quick)
     if target is not None and len(workloads) > 1:
-        _refuse(f"{target}: accuracies of images and of text have little in common; give one --workload", "--target")
+        refuse(f"{target}: accuracies of images and of text have little in common; give one --workload", "--target")
     if text is not None and text_dir is not None:
-        _refuse("give either a file, or the folder of the novels", "--text")
+        refuse("give either a file, or the folder of the novels", "--text")
     default_methods = _methods.QUICK_METHODS if quick else _methods.DEFAULT_METHODS
     names = tuple(dict.fromkeys(name.strip() for name in methods.split(","))) if methods else default_methods
     for name in names:
         try:
             _methods.find(name)
         except ValueError as error:
-            _refuse(str(error), "--methods")
+            refuse(str(error), "--methods")
 
     from jax_skipreduce import netlab
 
@@ -222,7 +214,7 @@ def _workloads(workload: str, quick: bool) -> list[WorkloadName]:
     try:
         return [WorkloadName(workload)]
     except ValueError:
-        _refuse(f"{workload!r}; expected {', '.join(WorkloadName)} or all", "--workload")
+        refuse(f"{workload!r}; expected {', '.join(WorkloadName)} or all", "--workload")
 
 
 def _check_lab(in_lab: bool, no_lab: bool, rate: list[str] | None, workers: int | None) -> None:
@@ -230,18 +222,18 @@ def _check_lab(in_lab: bool, no_lab: bool, rate: list[str] | None, workers: int 
 
     if no_lab:
         if in_lab:
-            _refuse("this is a worker of a lab", "--no-lab")
+            refuse("this is a worker of a lab", "--no-lab")
         if rate:
-            _refuse("there are no links without a lab; leave out one of --rate and --no-lab", "--rate")
+            refuse("there are no links without a lab; leave out one of --rate and --no-lab", "--rate")
     elif in_lab:
         if workers is not None:
-            _refuse("the lab has its own number of workers", "--workers")
+            refuse("the lab has its own number of workers", "--workers")
         if len(rate or []) != 1:
-            _refuse("inside of a lab, give once the rate of its links, to have it in the results", "--rate")
+            refuse("inside of a lab, give once the rate of its links, to have it in the results", "--rate")
     else:
         reason = netlab.unavailable()
         if reason is not None:
-            _refuse(f"{reason} With --no-lab the workers are devices of this process, and times say little", "--rate")
+            refuse(f"{reason} With --no-lab the workers are devices of this process, and times say little", "--rate")
 
 
 def _check_rates(all_settings: list[Settings]) -> None:
@@ -253,7 +245,7 @@ def _check_rates(all_settings: list[Settings]) -> None:
         try:
             list(dry_run(["true"], settings.num_workers, settings.rate, "100ms"))
         except ValueError as error:
-            _refuse(str(error), "--rate")
+            refuse(str(error), "--rate")
 
 
 def _as_worker(settings: Settings) -> Settings:
@@ -266,7 +258,7 @@ def _as_worker(settings: Settings) -> Settings:
 
 
 def _refuse_several() -> NoReturn:
-    _refuse("inside of a lab, one at a time: give vgg or lm", "--workload")
+    refuse("inside of a lab, one at a time: give vgg or lm", "--workload")
 
 
 def _check_data(all_settings: list[Settings]) -> None:
@@ -278,7 +270,7 @@ def _check_data(all_settings: list[Settings]) -> None:
         try:
             deal_batches(load_examples(settings), settings, settings.seeds[0], rank=0)
         except (OSError, ValueError) as error:
-            _refuse(str(error), "--data" if is_images else "--text" if settings.text else "--text-dir")
+            refuse(str(error), "--data" if is_images else "--text" if settings.text else "--text-dir")
 
 
 def _check_resume(all_settings: list[Settings]) -> None:
@@ -289,9 +281,4 @@ def _check_resume(all_settings: list[Settings]) -> None:
             try:
                 check_resumable(settings.path, settings)
             except ValueError as error:
-                _refuse(str(error), "--resume")
-
-
-def _refuse(message: str, option: str) -> NoReturn:
-    """Ends the command as typer does for a value that it can judge itself."""
-    raise typer.BadParameter(message, param_hint=option)
+                refuse(str(error), "--resume")
