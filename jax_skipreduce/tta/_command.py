@@ -55,6 +55,14 @@ def tta(
         int | None,
         typer.Option(min=1, max=MAX_STEPS, help="Training steps of each run.", show_default="200, with --quick 40"),
     ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Images, or windows of text, per worker and step.",
+            show_default=", ".join(f"{defaults.batch_size} for {name}" for name, defaults in DEFAULTS.items()),
+        ),
+    ] = None,
     interval: Annotated[
         int | None,
         typer.Option(min=1, help="Steps between two evaluations.", show_default="10, with --quick 5"),
@@ -93,9 +101,7 @@ def tta(
     ] = None,
     json_path: Annotated[
         Path | None,
-        typer.Option(
-            "--json", help="Write there: settings, machine, versions, curves, figures.", **OUTPUT_FILE
-        ),
+        typer.Option("--json", help="Write there: settings, machine, versions, curves, figures.", **OUTPUT_FILE),
     ] = None,
     plot_dir: Annotated[
         Path,
@@ -147,7 +153,7 @@ def tta(
                 num_steps=steps or (40 if quick else 200),
                 evaluation_interval=interval or (5 if quick else 10),
                 target=chosen,
-                batch_size=defaults.batch_size,
+                batch_size=batch_size or defaults.batch_size,
                 learning_rate=defaults.learning_rate,
                 num_test=defaults.num_test,
                 size=Size.SMALL.value if quick else Size.FULL.value,
@@ -270,7 +276,8 @@ def _check_data(all_settings: list[Settings]) -> None:
         try:
             deal_batches(load_examples(settings), settings, settings.seeds[0], rank=0)
         except (OSError, ValueError) as error:
-            refuse(str(error), "--data" if is_images else "--text" if settings.text else "--text-dir")
+            source = "--data" if is_images else "--text" if settings.text else "--text-dir"
+            refuse(str(error), "--batch-size" if str(error).startswith("batch_size=") else source)
 
 
 def _check_resume(all_settings: list[Settings]) -> None:

@@ -107,7 +107,8 @@ class Measurement:
         """One line for tables and figures."""
         settings = self.settings
         where = f"links of {settings.rate}" if settings.rate else "devices of one process, no links"
-        return f"{settings.workload}, {settings.num_workers} workers, {where}, {settings.num_steps} steps"
+        workers = f"{settings.num_workers} workers, batches of {settings.batch_size} on each"
+        return f"{settings.workload}, {workers}, {where}, {settings.num_steps} steps"
 
 
 def make_header(settings: Settings, num_parameters: int) -> dict[str, Any]:

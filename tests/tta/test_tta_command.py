@@ -99,6 +99,7 @@ def test_quick_in_a_lab():
         (["--json", "nowhere/figures.json"], "--json", "there is no folder"),
         (["--workload", "vgg", "--data-dir", "."], "--data", "apt-get install dataset-fashion-mnist"),
         (["--workload", "lm", "--text-dir", "."], "--text-dir", "apt-get download r-cran-janeaustenr"),
+        (["--workload", "vgg", "--data", "digits", "--batch-size", "999"], "--batch-size", "batch_size=999: there are"),
         # typer words these itself, differently in each version.
         (["--workers", "1"], "--workers", ""),
         (["--seeds", "0"], "--seeds", ""),
