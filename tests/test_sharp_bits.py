@@ -209,6 +209,22 @@ def test_scale_of_sgd():
         np.testing.assert_allclose(updates(adam, True, ones)["w"], -1.0, rtol=1e-5)
 
 
+def test_a_ratio_that_changes_and_adam():
+    def last_update(normalize):
+        warm_up = lambda count: jnp.where(count < 50, 0.0, 0.5)
+        tx = optax.chain(skip(warm_up, normalize=normalize), optax.adam(1.0))
+
+        def local(grads):
+            state, results = lax.scan(lambda state, _: tx.update(grads, state)[::-1], tx.init(grads), None, 100)
+            return results["w"][-1]
+
+        return each_worker("vmap", local, 8)(jax.tree.map(jnp.ones_like, GRADS))
+
+    np.testing.assert_allclose(last_update("drop"), -1.0, rtol=1e-5)
+    # The mean of the gradients has followed, that of their squares has not.
+    np.testing.assert_allclose(last_update("skip"), -0.64, atol=0.001)
+
+
 def test_branch_that_differs_between_workers():
     def step(grads, otherwise):
         tx = skip()
