@@ -68,7 +68,7 @@ def test_quick_on_text_without_a_lab():
     Path("text").write_text("".join(f"{i} times {i} is {i * i}. " for i in range(900)))
     code, output = run("--quick", "--no-lab", "--workload", "lm", "--text", "text", "--steps", "6", "--rounds", "0")
     assert code == 0, output
-    assert "lm, 4 workers, devices of one process" in output
+    assert "lm, 4 workers, batches of 2 on each, devices of one process" in output
     assert not list(Path("skipreduce-tta").glob("*breakdown*"))
 
 
