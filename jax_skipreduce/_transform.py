@@ -83,7 +83,8 @@ def skipreduce(
         skips single elements with probability k/N, except for the first worker of each slice, and
         saves nothing on the wire: a yardstick.
       normalize: ``"skip"`` divides by N, so that what was skipped counts as zero. ``"drop"`` divides
-        by the number of contributors, N-k, and is unbiased over the shifts.
+        by the number of contributors, N-k, and is unbiased over the shifts. Where `skip_ratio` is a
+        schedule, "drop" keeps the size of gradients, which Adam remembers, as it is.
       protect: leaves to reduce in full: a pytree of bools (or a prefix), or a function of (path,
         leaf) such as `by_path`.
       min_size: leaves with fewer elements are reduced in full.

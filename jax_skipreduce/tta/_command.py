@@ -274,10 +274,13 @@ def _check_data(all_settings: list[Settings]) -> None:
     for settings in {settings.workload: settings for settings in all_settings}.values():
         is_images = settings.workload == WorkloadName.VGG
         try:
-            deal_batches(load_examples(settings), settings, settings.seeds[0], rank=0)
+            examples = load_examples(settings)
         except (OSError, ValueError) as error:
-            source = "--data" if is_images else "--text" if settings.text else "--text-dir"
-            refuse(str(error), "--batch-size" if str(error).startswith("batch_size=") else source)
+            refuse(str(error), "--data" if is_images else "--text" if settings.text else "--text-dir")
+        try:
+            deal_batches(examples, settings, settings.seeds[0], rank=0)
+        except ValueError as error:
+            refuse(str(error), "--batch-size")
 
 
 def _check_resume(all_settings: list[Settings]) -> None:
