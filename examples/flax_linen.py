@@ -94,7 +94,8 @@ def train(num_workers: int, num_steps: int, skip_ratio: float, seed: int) -> tup
         [optax.constant_schedule(0.0), optax.constant_schedule(skip_ratio)], boundaries=[warmup_steps]
     )
     # The first layer is reduced in full all the time: it is small, and it sees the data.
-    reduction = sr.skipreduce("data", schedule, protect=sr.by_path(r"^stem/"), seed=seed)
+    # "drop", because with a ratio that changes "skip" would change the size of gradients, which Adam remembers.
+    reduction = sr.skipreduce("data", schedule, normalize="drop", protect=sr.by_path(r"^stem/"), seed=seed)
     tx = optax.chain(reduction, optax.adam(3e-3))
 
     model = Classifier()
