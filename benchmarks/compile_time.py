@@ -30,7 +30,7 @@ def main() -> None:
 
     def reductions():
         def skip(ratio):
-            tx = sr.skipreduce("data", ratio)
+            tx = sr.skipreduce("data", ratio, backend="xla")
             return lambda grads: tx.update(grads, sr.SkipReduceState(jnp.int32(1)))[0]
 
         yield "lax.pmean", lambda grads: lax.pmean(grads, "data")

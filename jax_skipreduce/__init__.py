@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_skipreduce._collectives import all_gather, all_reduce, reduce_scatter
 from jax_skipreduce._describe import Description, LeafDescription, describe
+from jax_skipreduce._ffi import NativeInfo, native_info
 from jax_skipreduce._local import local_params, local_value_and_grad
 from jax_skipreduce._selection import by_path
 from jax_skipreduce._transform import SkipReduceState, skipreduce
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Description",
     "LeafDescription",
+    "NativeInfo",
     "SkipReduceState",
     "all_gather",
     "all_reduce",
@@ -29,6 +31,7 @@ __all__ = [
     "describe",
     "local_params",
     "local_value_and_grad",
+    "native_info",
     "netlab",
     "reduce_scatter",
     "skipreduce",

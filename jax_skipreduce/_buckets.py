@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_skipreduce._axes import varying_axes
-from jax_skipreduce._execute import Mode, Normalize, Ring, from_block, is_large, reduce_blocks, to_block
+from jax_skipreduce._execute import Ring, is_large
 
 
 def group_of(leaf: Any, varying: frozenset[Hashable]) -> Hashable:
@@ -50,29 +50,6 @@ def make_buckets(leaves: Sequence[Any], groups: Mapping[int, Hashable], bucket_b
         bucket.append(index)
         open_buckets[group] = (bucket, filled + num_bytes)
     return [tuple(bucket) for bucket in buckets]
-
-
-def reduce_bucket(
-    leaves: Sequence[jax.Array],
-    ring: Ring,
-    *,
-    num_skipped: int | jax.Array,
-    shift: int | jax.Array,
-    normalize: Normalize,
-    mode: Mode,
-    key: jax.Array | None,
-) -> list[jax.Array]:
-    """The mean of each leaf over the workers, all leaves in one ring with skipping."""
-    blocks = reduce_blocks(
-        [to_block(leaf, ring.size) for leaf in leaves],
-        ring,
-        num_skipped=num_skipped,
-        shift=shift,
-        normalize=normalize,
-        mode=mode,
-        key=key,
-    )
-    return [from_block(block, leaf.shape) for block, leaf in zip(blocks, leaves, strict=True)]
 
 
 def reduce_in_full(leaves: Sequence[jax.Array], ring: Ring) -> list[jax.Array]:

@@ -12,8 +12,10 @@ from jax.core import Tracer
 
 from jax_skipreduce import _axes, _local, _shift
 from jax_skipreduce._axes import AxisName
-from jax_skipreduce._buckets import group_of, make_buckets, reduce_bucket, reduce_in_full
+from jax_skipreduce._buckets import group_of, make_buckets, reduce_in_full
+from jax_skipreduce._dispatch import reduce_arrays
 from jax_skipreduce._execute import Normalize, Ring, check_normalize, num_steps_skipped
+from jax_skipreduce._ffi import Backend, check_backend
 from jax_skipreduce._ratio import SkipRatio, check_ratio, num_steps_of, ratio_at
 from jax_skipreduce._selection import Protect, indices_of, protected_leaves, treatments
 from jax_skipreduce._wire import check_wire_dtype
@@ -34,6 +36,7 @@ class Config:
     bucket_bytes: int = 25 * 2**20
     seed: int = 0
     wire_dtype: Any = None
+    backend: Backend = "auto"
 
     def __post_init__(self) -> None:
         _axes.axis_names(self.axis_name)
@@ -43,6 +46,7 @@ class Config:
             raise ValueError(f"mode={self.mode!r}: expected 'random', 'static' or 'dropout'")
         check_normalize(self.normalize, allow_none=False)
         object.__setattr__(self, "wire_dtype", check_wire_dtype(self.wire_dtype))
+        check_backend(self.backend)
         # A seed is 32 bits, and a larger one would be another one's double.
         for name, least, most in (("min_size", 0, None), ("bucket_bytes", 1, None), ("seed", 0, 2**32 - 1)):
             value = getattr(self, name)
@@ -84,7 +88,7 @@ def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -
     shifts = _shifts(config, count, len(buckets), ring, steps)
     keys = _shift.step_keys(config.seed, count, len(buckets)) if config.is_dropout else None
     for number, bucket in enumerate(buckets):
-        means = reduce_bucket(
+        means = reduce_arrays(
             [leaves[i] for i in bucket],
             ring,
             num_skipped=steps,
@@ -92,6 +96,8 @@ def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -
             normalize=config.normalize,
             mode="dropout" if config.is_dropout else "skip",
             key=None if keys is None else keys[number],
+            backend=config.backend,
+            in_place=True,  # gradients: what comes next takes their mean
         )
         for index, mean in zip(bucket, means, strict=True):
             reduced[index] = mean

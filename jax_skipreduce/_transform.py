@@ -11,6 +11,7 @@ import optax
 from jax_skipreduce import _axes, _sharded
 from jax_skipreduce._axes import AxisName
 from jax_skipreduce._execute import Normalize
+from jax_skipreduce._ffi import Backend
 from jax_skipreduce._ratio import SkipRatio
 from jax_skipreduce._reduction import Config, TransformMode
 from jax_skipreduce._selection import Protect
@@ -45,6 +46,7 @@ def skipreduce(
     bucket_bytes: int = 25 * 2**20,
     seed: int = 0,
     wire_dtype: jax.typing.DTypeLike | None = None,
+    backend: Backend = "auto",
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     param_specs: Any = None,
 ) -> optax.GradientTransformation:
@@ -93,6 +95,7 @@ def skipreduce(
       wire_dtype: floats that are wider are rounded to it for the wire, and added up as they are: float32
         gradients with ``"bfloat16"`` send half the bytes, and come out as float32 values that bfloat16
         can hold. None sends them as they are. What is reduced in full is not rounded.
+      backend: ``"auto"``, ``"xla"`` or ``"native"``: which way slices travel, see `all_reduce`.
       mesh: for pjit programs: the mesh. `update` then needs `params`.
       param_specs: the `PartitionSpec` of each parameter (a pytree, or a prefix of it) over axes that
         are not manual: with `mesh`, or in a `shard_map` over some of the axes. Shards are then reduced
@@ -120,7 +123,7 @@ def skipreduce(
     References:
       SkipReduce, MICRO 2025: sections 4.3 (random), 4.4 (selective).
     """
-    config = Config(axis_name, skip_ratio, mode, normalize, protect, min_size, bucket_bytes, seed, wire_dtype)
+    config = Config(axis_name, skip_ratio, mode, normalize, protect, min_size, bucket_bytes, seed, wire_dtype, backend)
     if mesh is not None:
         missing = [name for name in _axes.axis_names(axis_name) if name not in mesh.axis_names]
         if missing:

@@ -1,14 +1,18 @@
-"""Eight CPU devices for every test, and no silent change of a dtype."""
+"""Eight CPU devices for every test, the ring where a test says nothing else, and no silent change of a dtype."""
 
 import os
 
 # Stock XLA may hang when many executions with collectives are in flight on few cores. Read when the
 # backend starts.
 os.environ.setdefault("NPROC", "16")
+# What "auto" means: the ring is the reference, and what runs everywhere. tests/native compares the kernels with it.
+os.environ.setdefault("SKIPREDUCE_BACKEND", "xla")
 
 import hypothesis
 import jax
 import pytest
+
+import jax_skipreduce as sr
 
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
@@ -17,6 +21,13 @@ jax.config.update("jax_num_cpu_devices", 8)
 # The first call compiles.
 hypothesis.settings.register_profile("compiling", deadline=None)
 hypothesis.settings.load_profile("compiling")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    native = [item for item in items if item.get_closest_marker("native")]
+    if native and (reason := sr.native_info().cpu) is not None:
+        for item in native:
+            item.add_marker(pytest.mark.skip(reason=f"no native kernels: {reason}"))
 
 
 @pytest.fixture(autouse=True)

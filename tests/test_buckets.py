@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import jax_skipreduce as sr
 from jax_skipreduce import _buckets, _execute
-from jax_skipreduce._buckets import reduce_bucket
+from jax_skipreduce._dispatch import reduce_arrays
 from jax_skipreduce._execute import Ring, from_block, to_block
 from tests.helpers import bits, collectives, count_collectives, each_worker, normal, replicated_step
 
@@ -60,8 +60,8 @@ def test_a_bucket_is_its_leaves_reduced_one_by_one(leaves, num_workers):
     def reduce(values):
         options = {"num_skipped": 1 % num_workers, "shift": 2, "normalize": "skip", "mode": "skip", "key": None}
         ring = Ring.of("data")
-        together = _buckets.reduce_bucket(values, ring, **options)
-        alone = [_buckets.reduce_bucket([value], ring, **options)[0] for value in values]
+        together = reduce_arrays(values, ring, **options)
+        alone = [reduce_arrays([value], ring, **options)[0] for value in values]
         return together, alone
 
     together, alone = jax.vmap(reduce, axis_name="data")(values)
@@ -119,7 +119,7 @@ def test_large_leaves_are_read_where_they_lie_and_nobody_can_tell(monkeypatch, r
         def local(leaves, k, c):
             ring = Ring.of("data")
             settings = {"normalize": "skip", "mode": "skip", "key": None}
-            return reduce_bucket(
+            return reduce_arrays(
                 leaves, ring, num_skipped=k if num_skipped is None else num_skipped, shift=c, **settings
             )
 

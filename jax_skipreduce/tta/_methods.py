@@ -6,8 +6,9 @@ One more is one function with a decorator::
     def _mine(context: Context) -> optax.GradientTransformation: ...
 
 What it returns takes local gradients and gives the same mean on all workers. Collectives are called as attributes of
-`jax.lax`, where the break-down can put stand-ins in their place. What is random depends on the state, not on a seed
-that is known when the step is traced: each method is compiled once for all seeds.
+`jax.lax`, where the break-down can put stand-ins in their place; so the ring is that of ``backend="xla"``. What is
+random depends on the state, not on a seed that is known when the step is traced: each method is compiled once for all
+seeds.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def _psum_bf16(context: Context) -> optax.GradientTransformation:
 def _register_skipping(name: str, description: str, **arguments: Any) -> None:
     @method(name, description)
     def make(context: Context) -> optax.GradientTransformation:
-        return sr.skipreduce(context.axis_name, **arguments)
+        return sr.skipreduce(context.axis_name, backend="xla", **arguments)
 
 
 _register_skipping("skip-0", "the ring, nothing skipped", skip_ratio=0.0)
@@ -156,7 +157,7 @@ _register_skipping("skip-50-bf16", "half skipped, the rest sent in bfloat16", sk
 
 @method("selective-50", "half skipped; convolutions, or embedding, norms and head, in full")
 def _selective(context: Context) -> optax.GradientTransformation:
-    return sr.skipreduce(context.axis_name, 0.5, protect=sr.by_path(context.protect))
+    return sr.skipreduce(context.axis_name, 0.5, protect=sr.by_path(context.protect), backend="xla")
 
 
 @method("warmup-50", "nothing skipped in the first tenth of the steps, then half")
@@ -168,4 +169,4 @@ def _warmup(context: Context) -> optax.GradientTransformation:
         return jnp.where(count % _COUNTS_PER_SEED < first, 0.0, 0.5)
 
     # Adam remembers the size of gradients for a long time, and with "skip" they would get half as large.
-    return sr.skipreduce(context.axis_name, ratio, normalize="drop")
+    return sr.skipreduce(context.axis_name, ratio, normalize="drop", backend="xla")

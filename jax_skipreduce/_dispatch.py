@@ -1,0 +1,136 @@
+"""Which way an all-reduce goes: around the ring of ppermutes, or through the native kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_skipreduce import _axes, _ffi, _wire
+from jax_skipreduce._execute import Mode, Normalize, Ring, from_block, reduce_blocks, to_block
+from jax_skipreduce._ffi import Backend
+
+
+def reduce_arrays(
+    arrays: Sequence[jax.Array],
+    ring: Ring,
+    *,
+    num_skipped: int | jax.Array = 0,
+    shift: int | jax.Array = 0,
+    normalize: Normalize | None = "skip",
+    mode: Mode = "skip",
+    key: jax.Array | None = None,
+    num_gather_skipped: int | jax.Array = 0,
+    backend: Backend = "auto",
+    in_place: bool = False,
+) -> list[jax.Array]:
+    """All-reduces arrays of one dtype, each cut in N slices of its own. None of them is empty.
+
+    Arguments are those of `all_reduce`, checked already. With `in_place`, the native call writes results where the
+    arrays were: half the memory and half the time, if they are not needed any more.
+
+    Raises:
+      ValueError: ``backend="native"``, and the kernels cannot do this.
+    """
+
+    def around_the_ring(
+        arrays: Sequence[jax.Array], ring: Ring, num_skipped: int | jax.Array, shift: int | jax.Array
+    ) -> list[jax.Array]:
+        blocks = reduce_blocks(
+            [to_block(array, ring.size) for array in arrays],
+            ring,
+            num_skipped=num_skipped,
+            shift=shift,
+            normalize=normalize,
+            mode=mode,
+            key=key,
+            num_gather_skipped=num_gather_skipped,
+        )
+        return [from_block(block, array.shape) for block, array in zip(blocks, arrays, strict=True)]
+
+    backend = _ffi.chosen_backend(backend)
+    if backend == "xla" or ring.size == 1:
+        return around_the_ring(arrays, ring, num_skipped, shift)
+    reason = _reason_against(arrays[0].dtype, ring, mode, num_gather_skipped) or _ffi.reason_against_cpu()
+    if reason is not None:
+        if backend == "native":
+            raise ValueError(f"backend='native': {reason}. Use backend='auto' or 'xla'; sr.native_info() says more")
+        return around_the_ring(arrays, ring, num_skipped, shift)
+    sent = _wire.sent_dtype(arrays[0].dtype, ring.wire_dtype)
+    other_axes = tuple(sorted(_varying(arrays) - set(ring.names), key=str))
+
+    def native(
+        rank: jax.Array, group: jax.Array, num_skipped: jax.Array, shift: jax.Array, *arrays: jax.Array
+    ) -> list[jax.Array]:
+        means = _ffi.all_reduce_cpu(
+            arrays,
+            rank,
+            group,
+            num_skipped,
+            shift,
+            num_workers=ring.size,
+            normalize=normalize,
+            wire_dtype=None if sent == arrays[0].dtype else sent,
+            in_place=in_place,
+        )
+        # Results of a custom call count as the same everywhere; over axes that are not reduced they are not.
+        return [_axes.make_varying(mean, other_axes) for mean in means] if ring.tracked else means
+
+    def by_ring(
+        rank: jax.Array, group: jax.Array, steps: jax.Array, moved: jax.Array, *arrays: jax.Array
+    ) -> list[jax.Array]:
+        del rank, group
+        # Numbers that are known make a shorter program than the operands do.
+        return around_the_ring(
+            arrays,
+            ring,
+            num_skipped if isinstance(num_skipped, int) else steps,
+            shift if isinstance(shift, int) else moved,
+        )
+
+    @jax.custom_jvp
+    def reduce(*operands: jax.Array) -> list[jax.Array]:
+        # Decided where the program is lowered, so that one program can be exported for several platforms.
+        branches: dict[str, Any] = {"cpu": native}
+        if backend == "auto":
+            branches["default"] = by_ring
+        return lax.platform_dependent(*operands, **branches)
+
+    # An all-reduce is linear in the arrays. Tangents go around the ring, which JAX can transpose.
+    @reduce.defjvp
+    def reduce_jvp(
+        primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        return reduce(*primals), by_ring(*primals[:4], *tangents[4:])
+
+    scalars = (ring.rank, _group(ring), jnp.asarray(num_skipped, jnp.int32), jnp.asarray(shift, jnp.int32))
+    return reduce(*scalars, *(ring.local(array) for array in arrays))
+
+
+def _varying(arrays: Sequence[jax.Array]) -> set[Hashable]:
+    return {name for array in arrays for name in _axes.varying_axes(array)}
+
+
+def _reason_against(dtype: Any, ring: Ring, mode: Mode, num_gather_skipped: int | jax.Array) -> str | None:
+    """Why the kernels cannot do a reduction, on any platform. None if they can."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(name not in mesh.manual_axes for name in ring.names):
+        return f"the workers of axis {ring.names} are simulated (jax.vmap), they are no devices"
+    if any(size > 1 and name not in mesh.manual_axes for name, size in mesh.shape.items()):
+        auto = [name for name in mesh.axis_names if name not in mesh.manual_axes]
+        return f"the mesh axes {auto} are not manual here, so the groups of workers are not known"
+    if mode != "skip":
+        return "mode='dropout' is for comparison, by lax.ppermute alone"
+    if not isinstance(num_gather_skipped, int) or num_gather_skipped:
+        return "num_gather_skipped is for comparison, by lax.ppermute alone"
+    return _ffi.reason_against_dtype(dtype, _wire.sent_dtype(dtype, ring.wire_dtype))
+
+
+def _group(ring: Ring) -> jax.Array:
+    """A number that tells the group of workers that this one reduces with from all others, int32."""
+    mesh = jax.sharding.get_abstract_mesh()
+    others = tuple(name for name in mesh.axis_names if name in mesh.manual_axes and name not in ring.names)
+    return lax.axis_index(others) if others else jnp.int32(0)

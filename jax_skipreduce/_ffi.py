@@ -1,0 +1,224 @@
+"""The only place that knows `jax.ffi`: loads, registers and calls the native kernels.
+
+The library is built from ``xla_ffi/`` when the package is installed, where there is a C++ compiler. Without it
+everything runs through `lax.ppermute`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Backend = Literal["auto", "xla", "native"]
+
+BACKENDS = ("auto", "xla", "native")
+
+_LIBRARY = Path(__file__).with_name("skipreduce_ffi.so")
+_CPU_TARGET = "skipreduce_cpu_all_reduce"
+
+# As ElementType and Divide in xla_ffi/cpu_reduce.h.
+_TYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
+_DIVIDE_NUMBERS = {None: 0, "skip": 1, "drop": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeInfo:
+    """What `native_info` found.
+
+    Attributes:
+      library: path of the native library, None if the package was installed without it.
+      cpu: why the devices of this process's CPU are not served by it; None if they are.
+      backend: what ``backend="auto"`` means here: ``"auto"``, or what SKIPREDUCE_BACKEND says.
+      time_limit: seconds that a collective waits for a worker that does not come.
+    """
+
+    library: str | None
+    cpu: str | None
+    backend: Backend
+    time_limit: float
+
+    def __str__(self) -> str:
+        return "\n".join(
+            (
+                f"native library  {self.library or 'not built: installed without a C++ compiler, or its build failed'}",
+                f"cpu             {'native: one call, in shared memory' if self.cpu is None else f'xla: {self.cpu}'}",
+                f"backend=auto    {self.backend}",
+                f"time limit      {self.time_limit:g} s",
+            )
+        )
+
+
+def native_info() -> NativeInfo:
+    """What was built of the native kernels, what of it runs here, and why not.
+
+    It loads the library, and starts JAX's backends if nothing has yet. `print` it, and put what it says into
+    reports of errors.
+
+    Returns:
+      A `NativeInfo`.
+
+    Raises:
+      ValueError: SKIPREDUCE_BACKEND or SKIPREDUCE_TIMEOUT has a value that means nothing.
+
+    Example:
+      >>> import jax_skipreduce as sr
+      >>> info = sr.native_info()
+      >>> print(info)  # doctest: +ELLIPSIS
+      native library  ...
+      cpu             ...
+      backend=auto    ...
+      time limit      ... s
+    """
+    return NativeInfo(
+        library=str(_LIBRARY) if _LIBRARY.exists() else None,
+        cpu=reason_against_cpu(),
+        backend=chosen_backend("auto"),
+        time_limit=time_limit(),
+    )
+
+
+def check_backend(backend: Any) -> Backend:
+    """`backend`, if there is one of this name. Raises ValueError if not."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: expected 'auto', 'xla' (lax.ppermute) or 'native' (one custom call)")
+    return backend
+
+
+def chosen_backend(backend: Backend) -> Backend:
+    """`backend`, where ``"auto"`` is what the environment variable SKIPREDUCE_BACKEND says."""
+    if backend != "auto":
+        return backend
+    value = os.environ.get("SKIPREDUCE_BACKEND", "auto")
+    if value not in BACKENDS:
+        raise ValueError(f"SKIPREDUCE_BACKEND={value!r}: expected 'auto', 'xla' or 'native'")
+    return value
+
+
+def time_limit() -> float:
+    """Seconds that a collective waits for a worker, from the environment variable SKIPREDUCE_TIMEOUT."""
+    text = os.environ.get("SKIPREDUCE_TIMEOUT", "120")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.001 <= seconds <= 1e6:
+        raise ValueError(f"SKIPREDUCE_TIMEOUT={text!r}: expected seconds, 0.001 to 1000000")
+    return seconds
+
+
+def reason_against_dtype(dtype: Any, wire_dtype: Any) -> str | None:
+    """Why arrays of `dtype`, sent as `wire_dtype`, are not for the kernels. None if they are."""
+    name = jnp.dtype(dtype).name
+    if name not in _TYPE_NUMBERS:
+        return f"{name} is not among {', '.join(_TYPE_NUMBERS)}"
+    if name == "float64" and jnp.dtype(wire_dtype) != jnp.dtype(dtype):
+        return "float64 is not sent as anything else"
+    return None
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The native library. Raises OSError if it is not there, or cannot be loaded."""
+    return ctypes.CDLL(str(_LIBRARY))
+
+
+@functools.cache
+def _reason_not_registered() -> str | None:
+    """Loads the library and registers its CPU handler, once. Returns why that is not possible, if so."""
+    if not _LIBRARY.exists():
+        return "the native library was not built (pip install -v shows why)"
+    try:
+        loaded = library()
+    except OSError as error:
+        return f"the native library cannot be loaded ({error})"
+    try:
+        # Started first: what is registered before that is put off, and handlers then come before their types.
+        jax.devices("cpu")
+    except RuntimeError:
+        return "JAX has no CPU backend here (JAX_PLATFORMS)"
+    loaded.skipreduce_cpu_state_type_id.restype = ctypes.c_void_p
+    loaded.skipreduce_cpu_state_type_info.restype = ctypes.c_void_p
+    jax.ffi.register_ffi_type(
+        "skipreduce_cpu_state",
+        {
+            "type_id": _capsule(loaded.skipreduce_cpu_state_type_id(), b"xla._TYPE_ID"),
+            "type_info": _capsule(loaded.skipreduce_cpu_state_type_info(), b"xla._TYPE_INFO"),
+        },
+        platform="cpu",
+    )
+    stages = {"instantiate": loaded.skipreduce_cpu_instantiate, "execute": loaded.skipreduce_cpu_execute}
+    jax.ffi.register_ffi_target(
+        _CPU_TARGET, {stage: jax.ffi.pycapsule(function) for stage, function in stages.items()}, platform="cpu"
+    )
+    return None
+
+
+def _capsule(pointer: int, name: bytes) -> Any:
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return make(pointer, name, None)
+
+
+def reason_against_cpu() -> str | None:
+    """Why the kernels do not serve the CPU devices of this process. None if they do."""
+    reason = _reason_not_registered()
+    if reason is None and jax.process_count() > 1:
+        return f"{jax.process_count()} processes: on CPUs, the native call is for the devices of one process"
+    return reason
+
+
+def all_reduce_cpu(
+    arrays: Sequence[jax.Array],
+    rank: jax.Array,
+    group: jax.Array,
+    num_skipped: jax.Array,
+    shift: jax.Array,
+    *,
+    num_workers: int,
+    normalize: str | None,
+    wire_dtype: np.dtype | None,
+    in_place: bool,
+) -> list[jax.Array]:
+    """The custom call of platform "cpu": each array, cut in N slices of its own, reduced with skipping.
+
+    Args:
+      arrays: of one dtype, none of them empty.
+      rank: int32 scalar, which worker of its group this is.
+      group: int32 scalar, a number that the workers of a group share and no other group has.
+      num_skipped: int32 scalar, k.
+      shift: int32 scalar, any.
+      num_workers: N.
+      normalize: as in `all_reduce`.
+      wire_dtype: what values are rounded to on the way, None for not.
+      in_place: results take the place of the arrays, of which XLA makes copies first where they are needed later.
+
+    Returns:
+      Arrays of the same shapes and dtype.
+    """
+    call = jax.ffi.ffi_call(
+        _CPU_TARGET,
+        [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays],
+        vmap_method="sequential",
+        input_output_aliases={4 + i: i for i in range(len(arrays))} if in_place else None,
+    )
+    return call(
+        rank,
+        group,
+        num_skipped,
+        shift,
+        *arrays,
+        num_workers=np.int64(num_workers),
+        divide=np.int64(_DIVIDE_NUMBERS[normalize]),
+        wire_type=np.int64(-1 if wire_dtype is None else _TYPE_NUMBERS[wire_dtype.name]),
+        time_limit_ms=np.int64(max(1, round(1e3 * time_limit()))),
+    )
