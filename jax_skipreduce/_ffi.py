@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import importlib
 import math
 import os
 from collections.abc import Sequence
@@ -23,7 +24,6 @@ Backend = Literal["auto", "xla", "native"]
 
 BACKENDS = ("auto", "xla", "native")
 
-_LIBRARY = Path(__file__).with_name("skipreduce_ffi.so")
 _CPU_TARGET = "skipreduce_cpu_all_reduce"
 
 # As ElementType and Divide in xla_ffi/cpu_reduce.h.
@@ -80,7 +80,7 @@ def native_info() -> NativeInfo:
       time limit      ... s
     """
     return NativeInfo(
-        library=str(_LIBRARY) if _LIBRARY.exists() else None,
+        library=None if (path := _library_path()) is None else str(path),
         cpu=reason_against_cpu(),
         backend=chosen_backend("auto"),
         time_limit=time_limit(),
@@ -127,15 +127,26 @@ def reason_against_dtype(dtype: Any, wire_dtype: Any) -> str | None:
 
 
 @functools.cache
+def _library_path() -> Path | None:
+    # An editable install keeps what was built apart from the sources; the package has both directories.
+    directories = importlib.import_module("jax_skipreduce").__path__
+    paths = [Path(directory) / "skipreduce_ffi.so" for directory in directories]
+    return next((path for path in paths if path.exists()), None)
+
+
+@functools.cache
 def library() -> ctypes.CDLL:
     """The native library. Raises OSError if it is not there, or cannot be loaded."""
-    return ctypes.CDLL(str(_LIBRARY))
+    path = _library_path()
+    if path is None:
+        raise OSError("skipreduce_ffi.so was not built")
+    return ctypes.CDLL(str(path))
 
 
 @functools.cache
 def _reason_not_registered() -> str | None:
     """Loads the library and registers its CPU handler, once. Returns why that is not possible, if so."""
-    if not _LIBRARY.exists():
+    if _library_path() is None:
         return "the native library was not built (pip install -v shows why)"
     try:
         loaded = library()
