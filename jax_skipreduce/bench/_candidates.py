@@ -1,4 +1,4 @@
-"""What is compared: `lax.psum`, and the ring with each number of skipped steps, mode and wire dtype."""
+"""What is compared: `lax.psum`, and the ring or the native kernels with each number of skipped steps, mode and dtype."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Candidate:
     """One way to add up a message over the workers.
 
     Attributes:
-      algorithm: ``"psum"``; ``"psum-bf16"``, which casts, calls psum and casts back; or ``"ring"``.
+      algorithm: ``"psum"``; ``"psum-bf16"``, which casts, calls psum and casts back; ``"ring"``; or ``"native"``.
       wire_dtype: what is asked to travel. (What XLA makes of a psum is for `_measure` to find out.)
       num_skipped: k. Zero for psum.
-      mode: of the ring; None for psum.
+      mode: of what skips; None for psum.
     """
 
-    algorithm: Literal["psum", "psum-bf16", "ring"]
+    algorithm: Literal["psum", "psum-bf16", "ring", "native"]
     wire_dtype: DType
     num_skipped: int = 0
     mode: Mode | None = None
@@ -53,7 +53,8 @@ def make_candidates(settings: Settings) -> tuple[Candidate, ...]:
     baseline = Candidate("psum", settings.dtype)
     cast = [Candidate("psum-bf16", DType.BFLOAT16)] if is_rounded(settings) else []
     rings = [
-        Candidate("ring", wire, num_skipped, mode)
+        Candidate(algorithm.value, wire, num_skipped, mode)
+        for algorithm in settings.algorithms
         for wire in settings.wire_dtypes
         for num_skipped in settings.skips
         for mode in (settings.modes if num_skipped else (Mode.STATIC,))  # nothing moves
@@ -69,7 +70,7 @@ def is_rounded(settings: Settings) -> bool:
 def reduction(candidate: Candidate, dtype: DType) -> Reduce:
     """The function that a candidate names, to be run under the axis `AXIS` on a message of `dtype`."""
     is_cast = candidate.wire_dtype != dtype
-    if candidate.algorithm != "ring":
+    if candidate.mode is None:
 
         def psum(message: jax.Array, shift: jax.Array) -> jax.Array:
             del shift
@@ -78,13 +79,14 @@ def reduction(candidate: Candidate, dtype: DType) -> Reduce:
 
         return psum
 
-    def ring(message: jax.Array, shift: jax.Array) -> jax.Array:
+    def skipping(message: jax.Array, shift: jax.Array) -> jax.Array:
         # Random: an operand, new in every call, as skipreduce has it. So one program serves all shifts.
         options: dict[str, Any] = {"shift": shift if candidate.is_shifted else 0}
+        options["backend"] = "native" if candidate.algorithm == "native" else "xla"
         if candidate.num_skipped == 0:
             options["shift"] = -1  # as skipreduce has it: where nothing moves, slices are where they belong
         if is_cast:
             options["wire_dtype"] = candidate.wire_dtype.value
         return sr.all_reduce(message, AXIS, num_skipped=candidate.num_skipped, normalize=None, **options)
 
-    return ring
+    return skipping

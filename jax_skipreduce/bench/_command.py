@@ -10,7 +10,16 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import typer
 
 from jax_skipreduce._cli import OUTPUT_FILE, check_png, refuse
-from jax_skipreduce.bench._settings import DType, Mode, Settings, default_skips, parse_choices, parse_sizes, parse_skips
+from jax_skipreduce.bench._settings import (
+    Algorithm,
+    DType,
+    Mode,
+    Settings,
+    default_skips,
+    parse_choices,
+    parse_sizes,
+    parse_skips,
+)
 
 Value = TypeVar("Value")
 
@@ -35,6 +44,9 @@ def bench(
             show_default="0, N/4, N/2, 3N/4",
         ),
     ] = None,
+    algo: Annotated[
+        str, typer.Option(help="What skips: ring, of lax.ppermute; native, one call into the native kernels.")
+    ] = "ring",
     modes: Annotated[
         str, typer.Option(help="static skips the same slices in every call, random others.")
     ] = "static,random",
@@ -71,12 +83,13 @@ def bench(
 ) -> None:
     """Time all-reduces with and without skipping, and check them, in the manner of nccl-tests.
 
-    Candidates are lax.psum and the ring with each number of skipped steps, at a fixed and at a random
-    shift, with float32 and with bfloat16 on the wire. All run in turns, so that speed-ups over psum are
-    those of one run. In skipreduce lab the workers are processes behind links of limited rate. Exits
+    Candidates are lax.psum and the ring (or the native kernels) with each number of skipped steps, at a
+    fixed and at a random shift, with float32 and with bfloat16 on the wire. All run in turns, so that
+    speed-ups over psum are those of one run. In skipreduce lab the workers are processes behind links of limited rate. Exits
     with 1 if an element is wrong. docs/bench.md says how each number comes about.
     """
     chosen_sizes = _parse("--sizes", parse_sizes, sizes, dtype)
+    algorithms = _parse("--algo", parse_choices, algo, Algorithm)
     chosen_modes = _parse("--modes", parse_choices, modes, Mode)
     all_wires = "bfloat16" if dtype == DType.BFLOAT16 else "float32,bfloat16"
     wires = _parse("--wire", parse_choices, all_wires if wire is None else wire, DType)
@@ -91,6 +104,7 @@ def bench(
         refuse("host:port needs --num-processes and --process-id", "--coordinator")
 
     # Not at the top: help should not wait for JAX, nor need what it does not use.
+    from jax_skipreduce import native_info
     from jax_skipreduce.bench import _candidates, _figure, _measure, _progress, _report, _rows, _table, _workers
 
     try:
@@ -102,11 +116,13 @@ def bench(
     except RuntimeError as error:
         _refuse_together(str(error), "--workers")
     num_workers = len(devices)
+    if Algorithm.NATIVE in algorithms and devices[0].platform == "cpu" and (reason := native_info().cpu) is not None:
+        _refuse_together(f"no native kernels: {reason}", "--algo")
     try:
         skips = default_skips(num_workers) if skip is None else parse_skips(skip, num_workers)
     except ValueError as error:
         _refuse_together(str(error), "--skip")
-    settings = Settings(chosen_sizes, skips, chosen_modes, wires, dtype, rounds, warmup, check, seed)
+    settings = Settings(chosen_sizes, skips, chosen_modes, wires, dtype, rounds, warmup, check, seed, algorithms)
     candidates = _candidates.make_candidates(settings)
     try:
         runner = _measure.Bench(settings, candidates, devices)

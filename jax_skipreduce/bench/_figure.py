@@ -18,7 +18,7 @@ _MAX_COLUMNS = 3
 
 # Told apart without colour vision, too. The rest of the look says static or random.
 _WIRE_COLORS = {"float32": "#0072B2", "bfloat16": "#D55E00"}
-_MODE_MARKERS = {"static": "s", "random": "o"}
+_MARKERS = {"ring static": "s", "ring random": "o", "native static": "D", "native random": "^"}
 
 
 def save_figure(rows: Sequence[Row], num_workers: int, title: str, path: Path) -> None:
@@ -66,15 +66,15 @@ def _draw_size(panel: Any, rows: Sequence[Row], num_workers: int) -> None:
             panel.axhline(row.speedup, color="#777777", linewidth=1, linestyle=":", label="psum in bfloat16")
     ring = [row for row in rows if row.mode is not None]
     ratios = np.arange(num_workers) / num_workers
-    series = list(dict.fromkeys((row.wire_dtype, row.mode) for row in ring))
-    for wire_dtype in dict.fromkeys(wire_dtype for wire_dtype, _ in series):
+    series = list(dict.fromkeys((row.wire_dtype, row.algorithm, row.mode) for row in ring))
+    for wire_dtype in dict.fromkeys(wire_dtype for wire_dtype, _, _ in series):
         first = next(row for row in ring if row.wire_dtype == wire_dtype)
         # The bytes of all k are those of one of them, times the ratio of their steps.
         steps = np.array([num_wire_steps(num_workers, k) for k in range(num_workers)])
         theory = first.theoretical_speedup * num_wire_steps(num_workers, first.num_skipped) / steps
         panel.plot(ratios, theory, color=_WIRE_COLORS[wire_dtype], linewidth=1.2, label=f"theory, {wire_dtype} wire")
-    for number, (wire_dtype, mode) in enumerate(series):
-        points = [row for row in ring if (row.wire_dtype, row.mode) == (wire_dtype, mode)]
+    for number, (wire_dtype, algorithm, mode) in enumerate(series):
+        points = [row for row in ring if (row.wire_dtype, row.algorithm, row.mode) == (wire_dtype, algorithm, mode)]
         # Side by side, so that bars do not hide each other.
         offset = (number - (len(series) - 1) / 2) * 0.12 / num_workers
         speedups = np.array([row.speedup for row in points])
@@ -84,13 +84,13 @@ def _draw_size(panel: Any, rows: Sequence[Row], num_workers: int) -> None:
             speedups,
             # The median of few rounds may be their tenth percentile but for rounding.
             yerr=np.maximum([speedups - low, high - speedups], 0),
-            fmt=_MODE_MARKERS[str(mode)],
+            fmt=_MARKERS[f"{algorithm} {mode}"],
             markersize=5,
             markerfacecolor="white" if mode == "static" else _WIRE_COLORS[wire_dtype],
             color=_WIRE_COLORS[wire_dtype],
             elinewidth=1,
             capsize=2,
-            label=f"ring, {mode}, {wire_dtype} wire",
+            label=f"{algorithm}, {mode}, {wire_dtype} wire",
         )
     panel.set_ylim(bottom=0)
     panel.grid(alpha=0.3)

@@ -157,5 +157,5 @@ class Bench:
 def _wire_dtype(candidate: Candidate, program: str) -> DType:
     """What travels: for psum XLA's choice, which widens bfloat16 on some backends."""
     # A backend may have its own way to write an all-reduce; then what was asked for is all that is known.
-    found = None if candidate.algorithm == "ring" else _ALL_REDUCE.search(program)
+    found = _ALL_REDUCE.search(program) if candidate.mode is None else None
     return candidate.wire_dtype if found is None else _HLO_DTYPES[found[1]]

@@ -24,10 +24,10 @@ class Row:
       count: its elements.
       dtype: of these.
       redop: what is done with them.
-      algorithm: psum, psum-bf16 (cast, psum, cast back) or ring.
+      algorithm: psum, psum-bf16 (cast, psum, cast back), ring or native.
       num_skipped: k.
       skip_ratio: k / N.
-      mode: of the ring; None for psum.
+      mode: of what skips; None for psum.
       wire_dtype: what travels.
       wire_bytes: that one worker sends, by the schedule of the ring.
       p50_us, p99_us: of the time of one call, over the rounds.

@@ -12,6 +12,13 @@ Choice = TypeVar("Choice", bound=enum.StrEnum)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
+class Algorithm(enum.StrEnum):
+    """Which way slices travel: the backends of `all_reduce`."""
+
+    RING = "ring"
+    NATIVE = "native"
+
+
 class Mode(enum.StrEnum):
     """Where the ring skips."""
 
@@ -45,6 +52,7 @@ class Settings:
       num_warmup_rounds: the same without a clock, before.
       is_checked: whether results are compared with what they have to be.
       seed: of the order of the candidates, the shifts and the messages.
+      algorithms: that skip.
     """
 
     sizes_bytes: tuple[int, ...]
@@ -56,6 +64,7 @@ class Settings:
     num_warmup_rounds: int
     is_checked: bool
     seed: int
+    algorithms: tuple[Algorithm, ...] = (Algorithm.RING,)
 
 
 def parse_list(text: str) -> tuple[str, ...]:

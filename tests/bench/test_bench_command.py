@@ -43,6 +43,25 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.native
+def test_native_kernels_beside_the_ring(monkeypatch):
+    options = ("--workers", "4", "--sizes", "4004", "--rounds", "1", "--skip", "0,3", "--algo", "ring,native")
+    code, output = run(*options, "--json", "numbers.json", "--plot", "speed.png")
+    assert code == 0, output
+    rows = json.loads(Path("numbers.json").read_text())["rows"]
+    names = [row["algorithm"] for row in rows]
+    assert names == ["psum", "psum-bf16", *["ring"] * 6, *["native"] * 6]
+    assert {row["num_wrong"] for row in rows} == {0}
+
+
+def test_native_kernels_that_are_not_there(monkeypatch):
+    monkeypatch.setattr("jax_skipreduce._ffi.reason_against_cpu", lambda: "they are on holiday")
+    code, output = run("--workers", "4", "--algo", "native")
+    assert code == 2
+    assert "--algo" in output
+    assert "no native kernels: they are on holiday" in output
+
+
 def test_writes_table_numbers_and_figure(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/bin/skipreduce", "bench", "--plot", "a b.png"])
     # 4004 bytes are 1001 elements, which 4 workers cannot share evenly.
