@@ -1,13 +1,16 @@
 """skipreduce against lax.pmean where there is no network: one process, 8 CPU devices.
 
 XLA's psum inside one process reads its peers' memory; a ring copies each slice from worker to worker. So this
-shows the price of the ring's copies, not what it saves: on a link that takes time, bytes decide.
+shows the price of the ring's copies, not what it saves: on a link that takes time, bytes decide. The native
+kernels read their peers' memory, too. "In place" gives the gradients away (``donate_argnums``), as in a training
+step, where nobody needs them any more; else XLA copies them first.
 
     python benchmarks/overhead.py --json benchmarks/overhead.json
 """
 
 import argparse
 import functools
+from typing import Any
 
 import common
 import jax
@@ -50,28 +53,55 @@ def main() -> None:
     rng = np.random.default_rng(0)
     shapes = gradient_tree(int(args.mebibytes * 2**20))
     grads = {
-        name: jax.device_put(rng.normal(size=(8, *shape)).astype(np.float32), NamedSharding(mesh, P("data")))
+        name: jax.device_put(
+            rng.normal(size=(8 * shape[0], *shape[1:])).astype(np.float32), NamedSharding(mesh, P("data"))
+        )
         for name, shape in shapes.items()
     }
 
-    def candidate(reduce):
-        @jax.jit
-        @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P())
-        def run(stacked):
-            return reduce(jax.tree.map(lambda leaf: leaf[0], stacked))
+    def mean(local):
+        return lax.pmean(local, "data")
 
+    def candidate(reduce):
+        run = jax.jit(jax.shard_map(reduce, mesh=mesh, in_specs=P("data"), out_specs=P()))
         return functools.partial(run, grads)
 
-    def skip(num_skipped: int, mode: str):
-        tx = sr.skipreduce("data", num_skipped / 8, mode=mode)  # pyright: ignore[reportArgumentType]
-        return candidate(lambda local: tx.update(local, sr.SkipReduceState(jnp.int32(1)))[0])
+    def in_place(reduce):
+        mapped = jax.shard_map(reduce, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+        run = jax.jit(mapped, donate_argnums=0)
+        held = jax.tree.map(jnp.copy, grads)
 
-    candidates = {"lax.pmean": candidate(lambda local: lax.pmean(local, "data"))}
-    candidates |= {f"k={k} {mode}": skip(k, mode) for k in (0, 2, 4, 6) for mode in ("random", "static")}
+        def again():
+            nonlocal held
+            held = run(held)
+            return held
+
+        return again
+
+    def skip(num_skipped: int, mode: str = "random", backend: str = "xla"):
+        options: dict[str, Any] = {"mode": mode, "backend": backend}
+        tx = sr.skipreduce("data", num_skipped / 8, **options)
+        return lambda local: tx.update(local, sr.SkipReduceState(jnp.int32(1)))[0]
+
+    skips = (0, 2, 4, 6)
+    candidates = {"lax.pmean": candidate(mean), "lax.pmean, in place": in_place(mean)}
+    candidates |= {
+        f"ring k={k} {mode}": candidate(skip(k, mode)) for k in (0, 2, 4, 6) for mode in ("random", "static")
+    }
+    print(sr.native_info())
+    if sr.native_info().cpu is None:
+        for k in skips:
+            candidates[f"native k={k}"] = candidate(skip(k, backend="native"))
+            candidates[f"native k={k}, in place"] = in_place(skip(k, backend="native"))
+            candidates[f"all_reduce k={k}"] = candidate(
+                functools.partial(
+                    jax.tree.map, functools.partial(sr.all_reduce, axis_name="data", num_skipped=k, backend="native")
+                )
+            )
 
     # Right before fast: with nothing skipped, the result is the mean.
-    expected = jax.tree.map(lambda leaf: np.asarray(leaf).mean(0), grads)
-    for name in ("lax.pmean", "k=0 random"):
+    expected = jax.tree.map(lambda leaf: np.asarray(leaf).reshape(8, -1, *leaf.shape[1:]).mean(0), grads)
+    for name in [name for name in candidates if "k=0" in name and "in place" not in name]:
         errors = jax.tree.map(
             lambda got, mean: float(np.abs(np.asarray(got) - mean).max()), candidates[name](), expected
         )
@@ -91,9 +121,9 @@ def main() -> None:
     num_bytes = sum(4 * int(np.prod(shape)) for shape in shapes.values())
     print(f"{len(shapes)} leaves, {num_bytes / 2**20:.1f} MiB of float32, 8 CPU devices, {args.rounds} rounds")
     print(f"{common.machine()}")
-    print(f"{'':<14}{'p50 ms':>9}{'p99 ms':>9}   times lax.pmean")
+    print(f"{'':<24}{'p50 ms':>9}{'p99 ms':>9}   times lax.pmean")
     for name, row in rows.items():
-        print(f"{name:<14}{row['p50_ms']:9.1f}{row['p99_ms']:9.1f}{row['ratio']:18.2f}")
+        print(f"{name:<24}{row['p50_ms']:9.1f}{row['p99_ms']:9.1f}{row['ratio']:18.2f}")
     common.write_json(args.json, {"machine": common.machine(), "bytes": num_bytes, "rounds": args.rounds, "rows": rows})
 
 

@@ -1,4 +1,4 @@
-"""What is compared: `lax.psum`, and the ring or the native kernels with each number of skipped steps, mode and dtype."""
+"""What is compared: `lax.psum`, and ring or native kernels with each number of skipped steps, mode and wire dtype."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ def bench(
 
     Candidates are lax.psum and the ring (or the native kernels) with each number of skipped steps, at a
     fixed and at a random shift, with float32 and with bfloat16 on the wire. All run in turns, so that
-    speed-ups over psum are those of one run. In skipreduce lab the workers are processes behind links of limited rate. Exits
-    with 1 if an element is wrong. docs/bench.md says how each number comes about.
+    speed-ups over psum are those of one run. In skipreduce lab the workers are processes behind links of
+    limited rate. Exits with 1 if an element is wrong. docs/bench.md says how each number comes about.
     """
     chosen_sizes = _parse("--sizes", parse_sizes, sizes, dtype)
     algorithms = _parse("--algo", parse_choices, algo, Algorithm)
