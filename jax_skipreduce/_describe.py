@@ -63,6 +63,8 @@ class Description:
       num_buckets: ring collectives per step (those in full are one more call).
       protects_nothing: `protect` was given, and names no leaf. A mistyped path?
       leaves: one `LeafDescription` per leaf.
+      num_fast_workers: M, on the fast axes; 1 without. Then bytes are those on the slow axes, where
+        each worker sends 1/M of the gradient.
     """
 
     num_workers: int
@@ -72,6 +74,7 @@ class Description:
     num_buckets: int
     protects_nothing: bool
     leaves: tuple[LeafDescription, ...]
+    num_fast_workers: int = 1
 
     @property
     def num_elements(self) -> int:
@@ -134,6 +137,11 @@ class Description:
             f"Per worker and step {share:.1%} of the gradient are left out; theoretical speed-up of the all-reduce "
             f"{self.theoretical_speedup:.2f}x.",
         ]
+        if self.num_fast_workers > 1:
+            lines.append(
+                f"Bytes are those on the slow axis: each of {self.num_fast_workers} fast workers sends its part of the "
+                "gradient there."
+            )
         if self.skip_ratio > 0 and self.num_skipped == 0:
             lines.append(
                 f"The ratio rounds to no step, so nothing is skipped: with {self.num_workers} workers one step is a "
@@ -150,17 +158,19 @@ def describe(
     tx: optax.GradientTransformation | None = None,
     *,
     count: int = 0,
+    num_fast_workers: int | None = None,
     **settings: Any,
 ) -> Description:
     """What `skipreduce` would do with the gradients of `params`. Runs nothing, sends nothing.
 
     Args:
       params: the parameters, or their shapes (`jax.eval_shape`).
-      num_workers: N, workers on the data axis.
+      num_workers: N, workers on the data axis (on the slow ones, with `fast_axes`).
       tx: the transformation that `skipreduce` returned (not the chain that it is part of). With
         `mesh` or `param_specs` in it, numbers are those of one shard; without `mesh`, call it in a
         context of `jax.set_mesh`.
       count: the step to look at, where the skip ratio is a schedule.
+      num_fast_workers: M, workers on the fast axes, with `fast_axes`. None: as the mesh of `tx` says.
       **settings: in place of `tx`, arguments of `skipreduce`: `skip_ratio`, `mode`, `protect`,
         `min_size`, `bucket_bytes`, ..; all but `mesh` and `param_specs`, which take a `tx`.
 
@@ -202,6 +212,7 @@ def describe(
             "skip_ratio=0.5). A chain does not know its parts: reduction = sr.skipreduce(..), "
             "tx = optax.chain(reduction, ..), sr.describe(params, n, reduction)"
         )
+    num_parts = _num_fast_workers(config, mesh, num_fast_workers)
     leaves, varying = _shards(params, mesh, param_specs, config, num_workers)
     paths = leaf_paths(params)
     ratio = ratio_at(config.skip_ratio, jnp.int32(count))
@@ -211,7 +222,7 @@ def describe(
     treated = treatments(shards, is_protected, config.min_size)
     groups = {i: group_of(leaves[i], varying[i]) for i in indices_of(treated, "skipped")}
     described = tuple(
-        _describe_leaf(path, leaf, treatment, num_workers, steps_skipped, config)
+        _describe_leaf(path, leaf, treatment, num_workers, num_parts, steps_skipped, config)
         for path, leaf, treatment in zip(paths, leaves, treated, strict=True)
     )
     return Description(
@@ -222,14 +233,41 @@ def describe(
         num_buckets=len(make_buckets(leaves, groups, config.bucket_bytes)),
         protects_nothing=config.protect is not None and not any(is_protected),
         leaves=described,
+        num_fast_workers=num_parts,
     )
 
 
+def _num_fast_workers(config: Config, mesh: Any, given: int | None) -> int:
+    """M: as given, or as the mesh says; both have to agree."""
+    if not config.fast_axes:
+        if given not in (None, 1):
+            raise ValueError(f"num_fast_workers={given}: there are no fast_axes in what is described")
+        return 1
+    if mesh is not None:
+        on_mesh = prod(mesh.shape[name] for name in config.fast_axes)
+        axes = config.fast_axes
+        if given not in (None, on_mesh):
+            raise ValueError(f"num_fast_workers={given}: the mesh of tx has {on_mesh} workers along {axes!r}")
+        return on_mesh
+    if given is None or given < 1:
+        raise ValueError(
+            f"fast_axes={config.fast_axes!r}: how many workers there are on them has to be said, such as "
+            "num_fast_workers=4"
+        )
+    return given
+
+
 def _describe_leaf(
-    path: str, leaf: Any, treatment: Treatment, num_workers: int, steps_skipped: int, config: Config
+    path: str,
+    leaf: Any,
+    treatment: Treatment,
+    num_workers: int,
+    num_parts: int,
+    steps_skipped: int,
+    config: Config,
 ) -> LeafDescription:
     own = jnp.dtype(jnp.int32) if leaf.dtype == bool else leaf.dtype  # psum adds flags up as int32
-    slice_elements = slice_size(leaf.size, num_workers)
+    slice_elements = slice_size(slice_size(leaf.size, num_parts), num_workers)
     full = _ring.num_wire_steps(num_workers) * slice_elements * own.itemsize
     sent, wire, skipped = own, full, 0.0
     if treatment == "skipped":

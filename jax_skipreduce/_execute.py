@@ -79,6 +79,10 @@ class Ring:
         to = "invarying" if self.tracked else "varying"
         return self._move(lambda y: lax.all_gather(y, self.names, to=to), x)
 
+    def over(self, names: tuple[Hashable, ...]) -> Ring:
+        """The workers along `names`, who send values as they are. Its rank is that of this ring: not for steps."""
+        return dataclasses.replace(self, names=names, size=lax.axis_size(names), wire_dtype=None)
+
     def _move(self, move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         """``move(x)``, rounded to what is sent."""
         return _wire.in_own_dtype(move, x.astype(self._sent_as(x))).astype(x.dtype)
@@ -159,7 +163,7 @@ def _loop(start: int | jax.Array, stop: int | jax.Array, body: Callable, carry: 
     return lax.fori_loop(first, end, body, carry)
 
 
-def _accumulator(dtype: Any) -> Any:
+def accumulator(dtype: Any) -> Any:
     """What sums of `dtype` are added up in: float32 for the 16-bit floats, else the dtype itself."""
     return jnp.float32 if dtype in (jnp.float16, jnp.bfloat16) else dtype
 
@@ -230,19 +234,19 @@ def reduce_slices(
     Floats come normalized and in their own dtype. Integers come as exact sums.
     """
     size, rank, dtype = ring.size, ring.rank, blocks[0].dtype
-    accumulator = _accumulator(dtype)
+    wide = accumulator(dtype)
     keep = _keep_masks(key, 1 - num_skipped / size) if mode == "dropout" else None
     start = num_skipped if keep is None else 0
     local = _slices_in_order_of_use(blocks, ring, start, shift)
 
     def step(number: Any, total: jax.Array) -> jax.Array:
-        received = ring.send(total.astype(dtype)).astype(accumulator)
-        own = local(number + 1).astype(accumulator)
+        received = ring.send(total.astype(dtype)).astype(wide)
+        own = local(number + 1).astype(wide)
         if keep is not None:
             own = jnp.where(keep(rank, _ring.slice_to_receive(rank, number, shift, size), own.shape), own, 0)
         return received + own
 
-    total = _loop(start, size - 1, step, local(start).astype(accumulator))
+    total = _loop(start, size - 1, step, local(start).astype(wide))
     if not jnp.issubdtype(dtype, jnp.inexact):
         return total
     contributors = size - num_skipped if keep is None else _num_kept(keep, ring, shift, total.shape)

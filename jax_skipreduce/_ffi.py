@@ -222,14 +222,11 @@ def all_reduce_cpu(
         vmap_method="sequential",
         input_output_aliases={4 + i: i for i in range(len(arrays))} if in_place else None,
     )
-    return call(
-        rank,
-        group,
-        num_skipped,
-        shift,
-        *arrays,
-        num_workers=np.int64(num_workers),
-        divide=np.int64(_DIVIDE_NUMBERS[normalize]),
-        wire_type=np.int64(-1 if wire_dtype is None else _TYPE_NUMBERS[wire_dtype.name]),
-        time_limit_ms=np.int64(max(1, round(1e3 * time_limit()))),
-    )
+    attributes = {
+        "num_workers": num_workers,
+        "divide": _DIVIDE_NUMBERS[normalize],
+        "wire_type": -1 if wire_dtype is None else _TYPE_NUMBERS[wire_dtype.name],
+        "time_limit_ms": max(1, round(1e3 * time_limit())),
+    }
+    numbers = {name: np.int64(value) for name, value in attributes.items()}
+    return list(call(rank, group, num_skipped, shift, *arrays, **numbers))

@@ -13,9 +13,9 @@ from jax.core import Tracer
 from jax_skipreduce import _axes, _local, _shift
 from jax_skipreduce._axes import AxisName
 from jax_skipreduce._buckets import group_of, make_buckets, reduce_in_full
-from jax_skipreduce._dispatch import reduce_arrays
 from jax_skipreduce._execute import Normalize, Ring, check_normalize, num_steps_skipped
 from jax_skipreduce._ffi import Backend, check_backend
+from jax_skipreduce._hierarchy import reduce_hierarchically
 from jax_skipreduce._ratio import SkipRatio, check_ratio, num_steps_of, ratio_at
 from jax_skipreduce._selection import Protect, indices_of, protected_leaves, treatments
 from jax_skipreduce._wire import check_wire_dtype
@@ -37,9 +37,17 @@ class Config:
     seed: int = 0
     wire_dtype: Any = None
     backend: Backend = "auto"
+    fast_axes: Any = ()
 
     def __post_init__(self) -> None:
-        _axes.axis_names(self.axis_name)
+        slow = _axes.axis_names(self.axis_name)
+        fast = _axes.axis_names(self.fast_axes) if self.fast_axes != () else ()
+        object.__setattr__(self, "fast_axes", fast)
+        if both := sorted(map(str, set(slow) & set(fast))):
+            raise ValueError(
+                f"fast_axes={fast}: {', '.join(both)} is in axis_name={self.axis_name!r}, too. An axis is either "
+                "reduced in full (fast_axes) or with skipping (axis_name)"
+            )
         if not callable(self.skip_ratio):
             check_ratio(self.skip_ratio)
         if self.mode not in ("random", "static", "dropout"):
@@ -60,6 +68,11 @@ class Config:
                 raise ValueError(f"{name}={value}: expected {least} or more" + (f", up to {most}" if most else ""))
 
     @property
+    def all_axes(self) -> tuple[Any, ...]:
+        """The axes that data is parallel over: those with skipping, then those without."""
+        return (*_axes.axis_names(self.axis_name), *self.fast_axes)  # a tuple since __post_init__
+
+    @property
     def is_dropout(self) -> bool:
         """Whether single elements are left out, and no step is."""
         return self.mode == "dropout"
@@ -70,10 +83,12 @@ def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -
     ring = dataclasses.replace(ring, wire_dtype=config.wire_dtype)
     leaves, treedef = jax.tree.flatten(grads)
     treated = treatments(grads, protected_leaves(grads, config.protect), config.min_size)
-    _local.check_local(grads, ring)
+    fast = _axes.bound_axes(config.fast_axes) if config.fast_axes else ()
+    everybody = ring.over(_axes.bound_axes(config.all_axes))
+    _local.check_local(grads, everybody)
 
     in_full = indices_of(treated, "protected", "integer", "small")
-    means = reduce_in_full([leaves[i] for i in in_full], ring)
+    means = reduce_in_full([leaves[i] for i in in_full], everybody)
     # Without elements there is nothing to send, but the result has to be typed as the same on all workers.
     reduced = [
         leaf if leaf.size or leaf.dtype == jax.dtypes.float0 else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves
@@ -88,9 +103,10 @@ def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -
     shifts = _shifts(config, count, len(buckets), ring, steps)
     keys = _shift.step_keys(config.seed, count, len(buckets)) if config.is_dropout else None
     for number, bucket in enumerate(buckets):
-        means = reduce_arrays(
+        means = reduce_hierarchically(
             [leaves[i] for i in bucket],
             ring,
+            fast,
             num_skipped=steps,
             shift=shifts[number],
             normalize=config.normalize,

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_skipreduce import _axes
 from jax_skipreduce._execute import Ring
 from jax_skipreduce._reduction import Config, reduce_gradients
 from jax_skipreduce._selection import leaf_paths
@@ -62,7 +61,7 @@ def reduce_local(config: Config, param_specs: Any, grads: Any, count: Any) -> An
 
 def reduce_stacked(config: Config, mesh: Any, param_specs: Any, grads: Any, count: Any, params: Any) -> Any:
     """The mean over the leading axis of every leaf, sharded as `param_specs` says."""
-    names = _axes.axis_names(config.axis_name)
+    names = config.all_axes
     bound = [name for name in names if name in jax.sharding.get_abstract_mesh().manual_axes]
     if bound:
         raise ValueError(
@@ -75,7 +74,7 @@ def reduce_stacked(config: Config, mesh: Any, param_specs: Any, grads: Any, coun
     stacked_specs = jax.tree.map(lambda spec: PartitionSpec(names, *spec), specs, is_leaf=_is_spec)
 
     def reduce(rows: Any, count: Any) -> Any:
-        return reduce_gradients(config, Ring.of(names), jax.tree.map(lambda row: row[0], rows), count)
+        return reduce_gradients(config, Ring.of(config.axis_name), jax.tree.map(lambda row: row[0], rows), count)
 
     mapped = jax.shard_map(
         reduce,

@@ -47,6 +47,7 @@ def skipreduce(
     seed: int = 0,
     wire_dtype: jax.typing.DTypeLike | None = None,
     backend: Backend = "auto",
+    fast_axes: AxisName = (),
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     param_specs: Any = None,
 ) -> optax.GradientTransformation:
@@ -96,6 +97,11 @@ def skipreduce(
         gradients with ``"bfloat16"`` send half the bytes, and come out as float32 values that bfloat16
         can hold. None sends them as they are. What is reduced in full is not rounded.
       backend: ``"auto"``, ``"xla"`` or ``"native"``: which way slices travel, see `all_reduce`.
+      fast_axes: a mesh axis or a tuple of them, of a fast network, with `axis_name` that of a slow one: GPUs of
+        a node and nodes, or TPU chips and slices. Gradients are then local to all of these axes. They are
+        reduced in full over the fast ones, so that each of their M workers has 1/M of them to send over the
+        slow ones, where steps are skipped and N is counted; then gathered over the fast ones. 16-bit floats
+        are added up in float32 there, too.
       mesh: for pjit programs: the mesh. `update` then needs `params`.
       param_specs: the `PartitionSpec` of each parameter (a pytree, or a prefix of it) over axes that
         are not manual: with `mesh`, or in a `shard_map` over some of the axes. Shards are then reduced
@@ -123,11 +129,14 @@ def skipreduce(
     References:
       SkipReduce, MICRO 2025: sections 4.3 (random), 4.4 (selective).
     """
-    config = Config(axis_name, skip_ratio, mode, normalize, protect, min_size, bucket_bytes, seed, wire_dtype, backend)
+    config = Config(
+        axis_name, skip_ratio, mode, normalize, protect, min_size, bucket_bytes, seed, wire_dtype, backend, fast_axes
+    )
     if mesh is not None:
-        missing = [name for name in _axes.axis_names(axis_name) if name not in mesh.axis_names]
+        missing = [name for name in config.all_axes if name not in mesh.axis_names]
         if missing:
-            raise ValueError(f"axis_name={axis_name!r}: the mesh has no axis {missing}, only {mesh.axis_names}")
+            given = f"axis_name={axis_name!r}" + (f", fast_axes={fast_axes!r}" if config.fast_axes else "")
+            raise ValueError(f"{given}: the mesh has no axis {missing}, only {mesh.axis_names}")
 
     def init(params: optax.Params) -> SkipReduceState:
         del params
@@ -137,7 +146,7 @@ def skipreduce(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, SkipReduceState]:
         if mesh is None:
-            _check_count(state.count, config.axis_name)
+            _check_count(state.count, config.all_axes)
             reduced = _sharded.reduce_local(config, param_specs, updates, state.count)
         else:
             reduced = _sharded.reduce_stacked(config, mesh, param_specs, updates, state.count, params)

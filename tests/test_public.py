@@ -23,6 +23,7 @@ LAYERS = (
     "_ffi",
     "_execute",
     "_dispatch",
+    "_hierarchy",
     "_collectives",
     "_selection",
     "_buckets",

@@ -50,17 +50,19 @@ def is_worker() -> bool:
     return all(name in os.environ for name in (COORDINATOR, NUM_WORKERS, RANK))
 
 
-def initialize(timeout_s: int = 120) -> None:
-    """Makes this process one of the N of a lab: `jax.distributed`, one CPU device, collectives over Gloo.
+def initialize(timeout_s: int = 120, num_devices: int = 1) -> None:
+    """Makes this process one of the N of a lab: `jax.distributed`, CPU devices, collectives over Gloo.
 
     To be called before anything that makes JAX look for devices. A second call does nothing.
 
     Args:
       timeout_s: seconds to wait for all workers to come.
+      num_devices: CPU devices of this process. More than one make it a host with several accelerators: they share its
+        link, and reach each other without it.
 
     Raises:
       RuntimeError: the process was not started by `skipreduce lab`; or JAX runs already; or a worker did not come.
-      ValueError: the environment variables of the lab, or `timeout_s`, make no sense.
+      ValueError: the environment variables of the lab, `timeout_s` or `num_devices` make no sense.
 
     >>> if is_worker():
     ...     initialize()
@@ -70,6 +72,8 @@ def initialize(timeout_s: int = 120) -> None:
         return
     if timeout_s < 1:
         raise ValueError(f"timeout_s={timeout_s}: expected at least one second")
+    if num_devices < 1:
+        raise ValueError(f"num_devices={num_devices}: expected at least one")
     missing = [name for name in (COORDINATOR, NUM_WORKERS, RANK) if name not in os.environ]
     if missing:
         raise RuntimeError(
@@ -86,7 +90,7 @@ def initialize(timeout_s: int = 120) -> None:
     host, _, port = coordinator.rpartition(":")
     try:
         # Raises where JAX runs already.
-        jax.config.update("jax_num_cpu_devices", 1)
+        jax.config.update("jax_num_cpu_devices", num_devices)
         # The next port, as JAX will listen at the coordinator's.
         meet((host, int(port) + 1), num_workers, rank, timeout_s)
         jax.distributed.initialize(

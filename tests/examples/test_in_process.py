@@ -101,3 +101,13 @@ def test_says_what_is_missing(name, load_example):
     example = load_example("pjit_tensor_parallel" if name.startswith("pjit") else name)
     with pytest.raises(SystemExit, match="--workers 99"):
         example.main(["--workers", "99"])
+
+
+def test_hierarchical(load_example, capsys):
+    module = load_example("hierarchical")
+    milliseconds = module.main(["--rounds", "2", "--mebibytes", "0.05"])
+    assert list(milliseconds) == [
+        *("lax.pmean", "flat ring of 8, nothing skipped", "flat ring of 8, half skipped"),
+        *("2 hosts x 4, nothing skipped", "2 hosts x 4, half skipped"),
+    ]
+    assert "on each of 2 hosts x 4 devices, 2 rounds" in capsys.readouterr().out

@@ -479,3 +479,17 @@ def test_two_labs_at_once(capfd, tmp_path):
     assert results == [0]
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] 0 of the first", "[1] 1 of the first"]
     assert what_is_left(lab_id) == []
+
+
+def test_hosts_of_several_devices():
+    """Two hosts with four devices each: everyone sends its part of the gradient, and means are right."""
+    command = [sys.executable, str(ROOT / "examples" / "hierarchical.py"), "--rounds", "1", "--mebibytes", "1"]
+    result = subprocess.run(
+        [sys.executable, "-m", "jax_skipreduce", "lab", "--workers", "2", "--rate", "500mbit", "--", *command],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "2 hosts x 4, half skipped" in result.stdout

@@ -117,6 +117,8 @@ def test_a_bad_variable_is_named(in_a_lab, monkeypatch, name, value, expected):
 def test_a_bad_timeout_is_named(in_a_lab):
     with pytest.raises(ValueError, match="timeout_s=0: expected at least one second"):
         netlab.initialize(timeout_s=0)
+    with pytest.raises(ValueError, match="num_devices=0: expected at least one"):
+        netlab.initialize(num_devices=0)
 
 
 def free_address():
