@@ -15,8 +15,8 @@ from jax_skipreduce import _ring
 from jax_skipreduce._axes import axis_names
 from jax_skipreduce._buckets import group_of, make_buckets
 from jax_skipreduce._execute import slice_size
-from jax_skipreduce._ratio import num_steps_of, ratio_at
-from jax_skipreduce._reduction import Config
+from jax_skipreduce._ratio import is_of_each, num_steps_of, ratio_at, ratios_of_leaves
+from jax_skipreduce._reduction import Config, steps_of_leaves
 from jax_skipreduce._selection import Treatment, indices_of, leaf_paths, protected_leaves, treatments
 from jax_skipreduce._sharded import axes_of, broadcast_specs, specs_of_types
 from jax_skipreduce._transform import SkipReduce
@@ -38,6 +38,7 @@ class LeafDescription:
       num_skipped_elements: elements that a worker leaves out per step, averaged over the workers.
       wire_bytes: bytes that a worker sends for it per step.
       full_wire_bytes: the same in a plain ring all-reduce.
+      num_skipped: k, reduce-scatter steps left out of the ring that it goes around; 0 if it is reduced in full.
     """
 
     path: str
@@ -49,6 +50,7 @@ class LeafDescription:
     num_skipped_elements: float
     wire_bytes: int
     full_wire_bytes: int
+    num_skipped: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +59,9 @@ class Description:
 
     Attributes:
       num_workers: N.
-      skip_ratio: the ratio that was asked for, in this step.
-      count: the step, where the ratio is a schedule; else None.
-      num_skipped: k = round(skip_ratio * N), reduce-scatter steps left out.
+      skip_ratio: the ratio that was asked for, in this step; None where leaves have ratios of their own.
+      count: the step, where there is a schedule; else None.
+      num_skipped: k = round(skip_ratio * N), reduce-scatter steps left out; the most of any leaf.
       num_buckets: ring collectives per step (those in full are one more call).
       protects_nothing: `protect` was given, and names no leaf. A mistyped path?
       leaves: one `LeafDescription` per leaf.
@@ -68,7 +70,7 @@ class Description:
     """
 
     num_workers: int
-    skip_ratio: float
+    skip_ratio: float | None
     count: int | None
     num_skipped: int
     num_buckets: int
@@ -131,8 +133,11 @@ class Description:
         """What the table comes to, in sentences."""
         share = self.num_skipped_elements / self.num_elements if self.num_elements else 0.0
         at_step = "" if self.count is None else f" (at step {self.count} of the schedule)"
+        ratio = "by leaf" if self.skip_ratio is None else f"{self.skip_ratio:g}"
+        least = min((leaf.num_skipped for leaf in self.leaves if leaf.treatment == "skipped"), default=self.num_skipped)
+        steps = f"{least} to {self.num_skipped}" if least != self.num_skipped else f"{self.num_skipped}"
         lines = [
-            f"{self.num_workers} workers, skip_ratio {self.skip_ratio:g}{at_step}: {self.num_skipped} of "
+            f"{self.num_workers} workers, skip_ratio {ratio}{at_step}: {steps} of "
             f"{self.num_workers - 1} reduce-scatter steps skipped, in {self.num_buckets} bucket(s).",
             f"Per worker and step {share:.1%} of the gradient are left out; theoretical speed-up of the all-reduce "
             f"{self.theoretical_speedup:.2f}x.",
@@ -142,7 +147,7 @@ class Description:
                 f"Bytes are those on the slow axis: each of {self.num_fast_workers} fast workers sends its part of the "
                 "gradient there."
             )
-        if self.skip_ratio > 0 and self.num_skipped == 0:
+        if self.skip_ratio and self.num_skipped == 0:
             lines.append(
                 f"The ratio rounds to no step, so nothing is skipped: with {self.num_workers} workers one step is a "
                 f"ratio of {1 / self.num_workers:.3g}."
@@ -215,21 +220,25 @@ def describe(
     num_parts = _num_fast_workers(config, mesh, num_fast_workers)
     leaves, varying = _shards(params, mesh, param_specs, config, num_workers)
     paths = leaf_paths(params)
-    ratio = ratio_at(config.skip_ratio, jnp.int32(count))
-    steps_skipped = int(num_steps_of(ratio, num_workers))
     shards = jax.tree.unflatten(jax.tree.structure(params), leaves)
     is_protected = protected_leaves(shards, config.protect)
     treated = treatments(shards, is_protected, config.min_size)
-    groups = {i: group_of(leaves[i], varying[i]) for i in indices_of(treated, "skipped")}
+    by_leaf = is_of_each(config.skip_ratio)
+    steps = [int(k) for k in steps_of_leaves(config, shards, range(len(leaves)), num_workers, jnp.int32(count))]
+    groups = {i: (group_of(leaves[i], varying[i]), steps[i]) for i in indices_of(treated, "skipped")}
     described = tuple(
-        _describe_leaf(path, leaf, treatment, num_workers, num_parts, steps_skipped, config)
-        for path, leaf, treatment in zip(paths, leaves, treated, strict=True)
+        _describe_leaf(path, leaf, treatment, num_workers, num_parts, k, config)
+        for path, leaf, treatment, k in zip(paths, leaves, treated, steps, strict=True)
     )
+    has_schedule = any(map(callable, ratios_of_leaves(config.skip_ratio, shards) if by_leaf else [config.skip_ratio]))
+    # Without leaves, a ratio for all is still one.
+    of_all = None if by_leaf else ratio_at(config.skip_ratio, jnp.int32(count))
+    most = max((leaf.num_skipped for leaf in described if leaf.treatment == "skipped"), default=0)
     return Description(
         num_workers=num_workers,
-        skip_ratio=float(ratio),
-        count=count if callable(config.skip_ratio) else None,
-        num_skipped=steps_skipped,
+        skip_ratio=None if of_all is None else float(of_all),
+        count=count if has_schedule else None,
+        num_skipped=most if of_all is None else int(num_steps_of(of_all, num_workers)),
         num_buckets=len(make_buckets(leaves, groups, config.bucket_bytes)),
         protects_nothing=config.protect is not None and not any(is_protected),
         leaves=described,
@@ -269,15 +278,15 @@ def _describe_leaf(
     own = jnp.dtype(jnp.int32) if leaf.dtype == bool else leaf.dtype  # psum adds flags up as int32
     slice_elements = slice_size(slice_size(leaf.size, num_parts), num_workers)
     full = _ring.num_wire_steps(num_workers) * slice_elements * own.itemsize
-    sent, wire, skipped = own, full, 0.0
+    sent, wire, skipped, k = own, full, 0.0, 0
     if treatment == "skipped":
         sent = sent_dtype(own, config.wire_dtype)
-        skipped = leaf.size * steps_skipped / num_workers
+        skipped, k = leaf.size * steps_skipped / num_workers, steps_skipped
         if config.is_dropout:
             skipped *= (num_workers - 1) / num_workers  # the first worker of a chain always contributes
         steps = _ring.num_wire_steps(num_workers, 0 if config.is_dropout else steps_skipped)
         wire = steps * slice_elements * sent.itemsize
-    return LeafDescription(path, leaf.shape, str(leaf.dtype), str(sent), treatment, leaf.size, skipped, wire, full)
+    return LeafDescription(path, leaf.shape, str(leaf.dtype), str(sent), treatment, leaf.size, skipped, wire, full, k)
 
 
 def _shards(

@@ -1,8 +1,9 @@
-"""The skip ratio, a number or a schedule, and the number of steps k that it means."""
+"""The skip ratio, a number or a schedule, of all gradients or of each, and the number of steps k that it means."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -11,7 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jax_skipreduce._selection import leaf_paths
+
+# Of one gradient: a number, or a schedule (count) -> number.
 SkipRatio: TypeAlias = float | jax.Array | Callable[[Any], Any]
+# Of a tree of gradients: one for all, a pytree of them, or a function (path, leaf) -> one.
+SkipRatios: TypeAlias = Any
 
 _EXPECTED = (
     "expected a number in [0, 1): the share of its gradients that each worker leaves out, 0.5 for half; the most is "
@@ -34,6 +40,62 @@ def check_ratio(ratio: Any, where: str = "") -> None:
         raise TypeError(f"skip_ratio={ratio!r}{where}: {_EXPECTED}, or an optax schedule that gives one") from None
     if not 0 <= value < 1:  # neither is NaN
         raise ValueError(f"skip_ratio={value}{where}: {_EXPECTED}")
+
+
+def check_ratios(ratios: SkipRatios) -> None:
+    """Raises TypeError or ValueError if `ratios` has a number that is no skip ratio."""
+    if isinstance(ratios, (dict, list, tuple)) and not jax.tree.leaves(ratios):
+        raise TypeError(f"skip_ratio={ratios!r}: {_EXPECTED}, or a pytree of them with the structure of the gradients")
+    for path, ratio in zip(leaf_paths(ratios), jax.tree.leaves(ratios), strict=True):
+        if not callable(ratio):
+            check_ratio(ratio, "" if path == "(root)" else f" for {path!r}")
+
+
+def ratios_of_leaves(ratios: SkipRatios, tree: Any) -> list[SkipRatio]:
+    """The ratio of each leaf of `tree`, in order: a number, or a schedule.
+
+    Raises:
+      ValueError: a pytree of ratios whose structure is neither that of `tree` nor a prefix of it; a number
+        that is out of range.
+      TypeError: a function of (path, leaf) gives neither a number nor a schedule.
+    """
+    paths, leaves = leaf_paths(tree), jax.tree.leaves(tree)
+    if callable(ratios):
+        if not is_of_each(ratios):
+            return [ratios] * len(leaves)
+        answers = [ratios(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+    else:
+        try:
+            answers = jax.tree.leaves(jax.tree.broadcast(ratios, tree))
+        except ValueError as error:
+            raise ValueError(
+                "skip_ratio: the pytree of ratios does not match the tree of gradients. Give a number, a pytree with "
+                "the structure of the gradients (or a prefix of it), or a function of (path, leaf). JAX says: "
+                f"{str(error).splitlines()[0]}"
+            ) from None
+    for path, answer in zip(paths, answers, strict=True):
+        if not callable(answer):
+            check_ratio(answer, "" if answer is ratios else f" for the leaf {path!r}")
+    return answers
+
+
+def is_of_each(ratios: SkipRatios) -> bool:
+    """Whether `ratios` says something of each leaf: a pytree, or a function of (path, leaf) and not of the counter."""
+    if not callable(ratios):
+        return not jax.tree_util.treedef_is_leaf(jax.tree.structure(ratios))
+    try:
+        signature = inspect.signature(ratios)
+    except (TypeError, ValueError):
+        return False  # written in C; schedules may be
+    return _takes(signature, 2) and not _takes(signature, 1)
+
+
+def _takes(signature: inspect.Signature, num_arguments: int) -> bool:
+    try:
+        signature.bind(*[None] * num_arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def num_steps_of(ratio: Any, num_workers: int) -> int | jax.Array:

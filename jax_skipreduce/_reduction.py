@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,7 +17,7 @@ from jax_skipreduce._buckets import group_of, make_buckets, reduce_in_full
 from jax_skipreduce._execute import Normalize, Ring, check_normalize, num_steps_skipped
 from jax_skipreduce._ffi import Backend, check_backend
 from jax_skipreduce._hierarchy import reduce_hierarchically
-from jax_skipreduce._ratio import SkipRatio, check_ratio, num_steps_of, ratio_at
+from jax_skipreduce._ratio import SkipRatios, check_ratios, num_steps_of, ratio_at, ratios_of_leaves
 from jax_skipreduce._selection import Protect, indices_of, protected_leaves, treatments
 from jax_skipreduce._wire import check_wire_dtype
 
@@ -28,7 +29,7 @@ class Config:
     """The arguments of `skipreduce`, checked."""
 
     axis_name: AxisName
-    skip_ratio: SkipRatio = 0.5
+    skip_ratio: SkipRatios = 0.5
     mode: TransformMode = "random"
     normalize: Normalize = "skip"
     protect: Protect = None
@@ -38,6 +39,7 @@ class Config:
     wire_dtype: Any = None
     backend: Backend = "auto"
     fast_axes: Any = ()
+    check_every: int = 0
 
     def __post_init__(self) -> None:
         slow = _axes.axis_names(self.axis_name)
@@ -48,15 +50,19 @@ class Config:
                 f"fast_axes={fast}: {', '.join(both)} is in axis_name={self.axis_name!r}, too. An axis is either "
                 "reduced in full (fast_axes) or with skipping (axis_name)"
             )
-        if not callable(self.skip_ratio):
-            check_ratio(self.skip_ratio)
+        check_ratios(self.skip_ratio)
         if self.mode not in ("random", "static", "dropout"):
             raise ValueError(f"mode={self.mode!r}: expected 'random', 'static' or 'dropout'")
         check_normalize(self.normalize, allow_none=False)
         object.__setattr__(self, "wire_dtype", check_wire_dtype(self.wire_dtype))
         check_backend(self.backend)
         # A seed is 32 bits, and a larger one would be another one's double.
-        for name, least, most in (("min_size", 0, None), ("bucket_bytes", 1, None), ("seed", 0, 2**32 - 1)):
+        for name, least, most in (
+            ("min_size", 0, None),
+            ("bucket_bytes", 1, None),
+            ("seed", 0, 2**32 - 1),
+            ("check_every", 0, None),
+        ):
             value = getattr(self, name)
             if isinstance(value, Tracer):
                 raise TypeError(
@@ -97,17 +103,19 @@ def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -
         reduced[index] = mean
 
     skipped = indices_of(treated, "skipped")
-    groups = {i: group_of(leaves[i], _axes.varying_axes(leaves[i])) for i in skipped}
+    steps = dict(zip(skipped, steps_of_leaves(config, grads, skipped, ring.size, count), strict=True))
+    groups = {i: (group_of(leaves[i], _axes.varying_axes(leaves[i])), steps[i]) for i in skipped}
+    groups = {i: (group, k if isinstance(k, int) else id(k)) for i, (group, k) in groups.items()}
     buckets = make_buckets(leaves, groups, config.bucket_bytes)
-    steps = num_steps_skipped("skip_ratio", num_steps_of(ratio_at(config.skip_ratio, count), ring.size), ring)
-    shifts = _shifts(config, count, len(buckets), ring, steps)
+    of_buckets = [num_steps_skipped("skip_ratio", steps[bucket[0]], ring) for bucket in buckets]
+    shifts = _shifts(config, count, ring, of_buckets)
     keys = _shift.step_keys(config.seed, count, len(buckets)) if config.is_dropout else None
     for number, bucket in enumerate(buckets):
         means = reduce_hierarchically(
             [leaves[i] for i in bucket],
             ring,
             fast,
-            num_skipped=steps,
+            num_skipped=of_buckets[number],
             shift=shifts[number],
             normalize=config.normalize,
             mode="dropout" if config.is_dropout else "skip",
@@ -120,13 +128,27 @@ def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -
     return jax.tree.unflatten(treedef, reduced)
 
 
-def _shifts(config: Config, count: jax.Array, num_buckets: int, ring: Ring, steps: int | jax.Array) -> Any:
+def steps_of_leaves(
+    config: Config, tree: Any, indices: Sequence[int], num_workers: int, count: Any
+) -> list[int | jax.Array]:
+    """The number of steps k that each leaf of `tree` at `indices` skips; one object where one schedule says so."""
+    ratios = ratios_of_leaves(config.skip_ratio, tree)
+    known: dict[int, int | jax.Array] = {}
+    for ratio in ratios:
+        if id(ratio) not in known:
+            known[id(ratio)] = num_steps_of(ratio_at(ratio, count), num_workers)
+    return [known[id(ratios[i])] for i in indices]
+
+
+def _shifts(config: Config, count: jax.Array, ring: Ring, steps: Sequence[int | jax.Array]) -> list[Any]:
     """The shift of each bucket."""
-    if isinstance(steps, int) and steps == 0:
-        # Nothing is skipped, so nothing needs to move: worker r owns slice r, and no row is rotated.
-        return [-1] * num_buckets
-    if config.mode == "static" or num_buckets == 0:
-        return [0] * num_buckets
-    # Dropout too, other than in Algorithm 1: the first worker of a chain always contributes, and without a
-    # shift it would be the same one for ever.
-    return _shift.random_shifts(config.seed, count, num_buckets, ring.size)
+    if all(isinstance(k, int) and k == 0 for k in steps):
+        drawn: Any = None
+    elif config.mode == "static":
+        drawn = [0] * len(steps)
+    else:
+        # Dropout too, other than in Algorithm 1: the first worker of a chain always contributes, and without a
+        # shift it would be the same one for ever.
+        drawn = _shift.random_shifts(config.seed, count, len(steps), ring.size)
+    # Where nothing is skipped, nothing needs to move: worker r owns slice r, and no row is rotated.
+    return [-1 if isinstance(k, int) and k == 0 else drawn[number] for number, k in enumerate(steps)]

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jax_skipreduce._execute import Ring
 from jax_skipreduce._reduction import Config, reduce_gradients
+from jax_skipreduce._replicas import check_replicas_when
 from jax_skipreduce._selection import leaf_paths
 
 
@@ -84,6 +85,30 @@ def reduce_stacked(config: Config, mesh: Any, param_specs: Any, grads: Any, coun
         axis_names=set(mesh.axis_names),
     )
     return _with_float0(grads, mapped(arrays, count), num_leading=1)
+
+
+def check_parameters(config: Config, mesh: Any, param_specs: Any, params: Any, count: Any) -> None:
+    """Compares parameters over the workers, in the steps that `config.check_every` names."""
+    if params is None:
+        raise ValueError(
+            f"params=None: with check_every={config.check_every}, call update(grads, state, params), which are compared"
+        )
+
+    def check_now(params: Any, count: Any) -> None:
+        check_replicas_when(count % config.check_every == 0, params, config.all_axes, "parameters")
+
+    if mesh is None:
+        check_now(params, count)
+        return
+    # What each device holds, which the types of a pjit program take to be the same.
+    specs = _specs(param_specs, params, [name for name in mesh.axis_names if name not in config.all_axes], 0)
+    jax.shard_map(
+        check_now,
+        mesh=mesh,
+        in_specs=(specs, PartitionSpec()),
+        out_specs=None,
+        axis_names=set(mesh.axis_names),
+    )(params, count)
 
 
 def broadcast_specs(param_specs: Any, tree: Any) -> Any:

@@ -12,7 +12,7 @@ from jax_skipreduce import _axes, _sharded
 from jax_skipreduce._axes import AxisName
 from jax_skipreduce._execute import Normalize
 from jax_skipreduce._ffi import Backend
-from jax_skipreduce._ratio import SkipRatio
+from jax_skipreduce._ratio import SkipRatios
 from jax_skipreduce._reduction import Config, TransformMode
 from jax_skipreduce._selection import Protect
 
@@ -37,7 +37,7 @@ class SkipReduce(optax.GradientTransformation):
 
 def skipreduce(
     axis_name: AxisName,
-    skip_ratio: SkipRatio = 0.5,
+    skip_ratio: SkipRatios = 0.5,
     *,
     mode: TransformMode = "random",
     normalize: Normalize = "skip",
@@ -48,6 +48,7 @@ def skipreduce(
     wire_dtype: jax.typing.DTypeLike | None = None,
     backend: Backend = "auto",
     fast_axes: AxisName = (),
+    check_every: int = 0,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     param_specs: Any = None,
 ) -> optax.GradientTransformation:
@@ -80,7 +81,9 @@ def skipreduce(
       skip_ratio: share of the gradient that each worker leaves out: a number in [0, 1), which gives
         a static k, or an optax schedule of the step counter, which gives a traced k without
         recompilation (what it gives is checked at some steps when the step is traced, and clamped at
-        all others). k is rounded half to even: half of 3 workers are 2, a quarter of 2 are none.
+        all others). k is rounded half to even: half of 3 workers are 2, a quarter of 2 are none. For
+        ratios by layer: a pytree of such numbers and schedules (or a prefix), or a function of (path, leaf)
+        that gives one. Leaves of one k share buckets; where k differs, more of them are sent.
       mode: ``"random"`` moves the skipped slices every step. ``"static"`` does not: it biases
         training as soon as workers see different data. ``"dropout"`` (Algorithm 1, at random shifts)
         skips single elements with probability k/N, except for the first worker of each slice, and
@@ -102,6 +105,8 @@ def skipreduce(
         reduced in full over the fast ones, so that each of their M workers has 1/M of them to send over the
         slow ones, where steps are skipped and N is counted; then gathered over the fast ones. 16-bit floats
         are added up in float32 there, too.
+      check_every: in every step that is a multiple of this, parameters are compared over the workers, and an error
+        names worker and leaf if they differ (`check_replicas`). 0: never. `update` then needs `params`.
       mesh: for pjit programs: the mesh. `update` then needs `params`.
       param_specs: the `PartitionSpec` of each parameter (a pytree, or a prefix of it) over axes that
         are not manual: with `mesh`, or in a `shard_map` over some of the axes. Shards are then reduced
@@ -130,7 +135,18 @@ def skipreduce(
       SkipReduce, MICRO 2025: sections 4.3 (random), 4.4 (selective).
     """
     config = Config(
-        axis_name, skip_ratio, mode, normalize, protect, min_size, bucket_bytes, seed, wire_dtype, backend, fast_axes
+        axis_name=axis_name,
+        skip_ratio=skip_ratio,
+        mode=mode,
+        normalize=normalize,
+        protect=protect,
+        min_size=min_size,
+        bucket_bytes=bucket_bytes,
+        seed=seed,
+        wire_dtype=wire_dtype,
+        backend=backend,
+        fast_axes=fast_axes,
+        check_every=check_every,
     )
     if mesh is not None:
         missing = [name for name in config.all_axes if name not in mesh.axis_names]
@@ -145,6 +161,8 @@ def skipreduce(
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, SkipReduceState]:
+        if config.check_every:
+            _sharded.check_parameters(config, mesh, param_specs, params, state.count)
         if mesh is None:
             _check_count(state.count, config.all_axes)
             reduced = _sharded.reduce_local(config, param_specs, updates, state.count)

@@ -24,11 +24,12 @@ LAYERS = (
     "_execute",
     "_dispatch",
     "_hierarchy",
-    "_collectives",
     "_selection",
+    "_ratio",
+    "_collectives",
     "_buckets",
     "_local",
-    "_ratio",
+    "_replicas",
     "_reduction",
     "_sharded",
     "_transform",
@@ -45,6 +46,7 @@ def test_public_names():
         "all_gather",
         "all_reduce",
         "by_path",
+        "check_replicas",
         "describe",
         "local_params",
         "local_value_and_grad",
@@ -58,7 +60,7 @@ def test_public_names():
 
 def test_signatures():
     assert str(inspect.signature(sr.skipreduce)).startswith(
-        "(axis_name: 'AxisName', skip_ratio: 'SkipRatio' = 0.5, *, mode: 'TransformMode' = 'random', "
+        "(axis_name: 'AxisName', skip_ratio: 'SkipRatios' = 0.5, *, mode: 'TransformMode' = 'random', "
         "normalize: 'Normalize' = 'skip', protect: 'Protect' = None, min_size: 'int' = 1024, "
         "bucket_bytes: 'int' = 26214400, seed: 'int' = 0, "
     )
