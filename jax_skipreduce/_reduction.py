@@ -39,7 +39,7 @@ class Config:
     wire_dtype: Any = None
     backend: Backend = "auto"
     fast_axes: Any = ()
-    check_every: int = 0
+    check_every: int | None = None
 
     def __post_init__(self) -> None:
         slow = _axes.axis_names(self.axis_name)
@@ -61,9 +61,11 @@ class Config:
             ("min_size", 0, None),
             ("bucket_bytes", 1, None),
             ("seed", 0, 2**32 - 1),
-            ("check_every", 0, None),
+            ("check_every", 1, None),
         ):
             value = getattr(self, name)
+            if value is None and name == "check_every":
+                continue
             if isinstance(value, Tracer):
                 raise TypeError(
                     f"{name} is traced: expected an int. Under optax.inject_hyperparams, name it in static_args"

@@ -48,7 +48,7 @@ def skipreduce(
     wire_dtype: jax.typing.DTypeLike | None = None,
     backend: Backend = "auto",
     fast_axes: AxisName = (),
-    check_every: int = 0,
+    check_every: int | None = None,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     param_specs: Any = None,
 ) -> optax.GradientTransformation:
@@ -106,7 +106,7 @@ def skipreduce(
         slow ones, where steps are skipped and N is counted; then gathered over the fast ones. 16-bit floats
         are added up in float32 there, too.
       check_every: in every step that is a multiple of this, parameters are compared over the workers, and an error
-        names worker and leaf if they differ (`check_replicas`). 0: never. `update` then needs `params`.
+        names worker and leaf if they differ (`check_replicas`). None: never. With it, `update` needs `params`.
       mesh: for pjit programs: the mesh. `update` then needs `params`.
       param_specs: the `PartitionSpec` of each parameter (a pytree, or a prefix of it) over axes that
         are not manual: with `mesh`, or in a `shard_map` over some of the axes. Shards are then reduced
