@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_skipreduce import _axes, _ffi, _wire
@@ -54,15 +56,22 @@ def reduce_arrays(
     backend = _ffi.chosen_backend(backend)
     if backend == "xla" or ring.size == 1:
         return around_the_ring(arrays, ring, num_skipped, shift)
-    reason = _reason_against(arrays[0].dtype, ring, mode, num_gather_skipped) or _ffi.reason_against_cpu()
-    if reason is not None:
-        if backend == "native":
-            raise ValueError(f"backend='native': {reason}. Use backend='auto' or 'xla'; sr.native_info() says more")
-        return around_the_ring(arrays, ring, num_skipped, shift)
     sent = _wire.sent_dtype(arrays[0].dtype, ring.wire_dtype)
+    reasons = _reasons_against(arrays[0].dtype, sent, ring, num_skipped, mode, num_gather_skipped, backend)
+    platforms = [platform for platform, reason in reasons.items() if reason is None]
+    if not platforms:
+        if backend == "native":
+            told = "; ".join(dict.fromkeys(str(reason) for reason in reasons.values()))
+            raise ValueError(f"backend='native': {told}. Use backend='auto' or 'xla'; sr.native_info() says more")
+        return around_the_ring(arrays, ring, num_skipped, shift)
     other_axes = tuple(sorted(_varying(arrays) - set(ring.names), key=str))
+    wire_dtype = None if sent == arrays[0].dtype else sent
 
-    def native(
+    def typed(means: Sequence[jax.Array]) -> list[jax.Array]:
+        # Results of a custom call count as the same everywhere; over axes that are not reduced they are not.
+        return [_axes.make_varying(mean, other_axes) if ring.tracked else mean for mean in means]
+
+    def on_cpu(
         rank: jax.Array, group: jax.Array, num_skipped: jax.Array, shift: jax.Array, *arrays: jax.Array
     ) -> list[jax.Array]:
         means = _ffi.all_reduce_cpu(
@@ -73,11 +82,34 @@ def reduce_arrays(
             shift,
             num_workers=ring.size,
             normalize=normalize,
-            wire_dtype=None if sent == arrays[0].dtype else sent,
+            wire_dtype=wire_dtype,
             in_place=in_place,
         )
-        # Results of a custom call count as the same everywhere; over axes that are not reduced they are not.
-        return [_axes.make_varying(mean, other_axes) for mean in means] if ring.tracked else means
+        return typed(means)
+
+    def on_cuda(
+        rank: jax.Array, group: jax.Array, steps: jax.Array, shift: jax.Array, *arrays: jax.Array
+    ) -> list[jax.Array]:
+        del rank, group, steps
+        assert isinstance(num_skipped, int)  # _reasons_against sees to it
+        blocks = [to_block(array, ring.size) for array in arrays]
+        ends = list(itertools.accumulate(block.shape[1] for block in blocks))
+        joined = jnp.concatenate(blocks, axis=1) if len(blocks) > 1 else blocks[0]
+        # Rows of whole 16 bytes, which are moved as such.
+        joined = jnp.pad(joined, ((0, 0), (0, -joined.shape[1] % 8)))
+        reduced = _ffi.all_reduce_cuda(
+            joined,
+            shift,
+            num_workers=ring.size,
+            num_skipped=num_skipped,
+            normalize=normalize,
+            wire_dtype=wire_dtype,
+            replica_groups=_groups(ring),
+        )
+        columns = jnp.split(reduced, ends, axis=1)[: len(arrays)]
+        return typed([from_block(column, array.shape) for column, array in zip(columns, arrays, strict=True)])
+
+    native: dict[str, Any] = {"cpu": on_cpu, "cuda": on_cuda}
 
     def by_ring(
         rank: jax.Array, group: jax.Array, steps: jax.Array, moved: jax.Array, *arrays: jax.Array
@@ -94,7 +126,7 @@ def reduce_arrays(
     @jax.custom_jvp
     def reduce(*operands: jax.Array) -> list[jax.Array]:
         # Decided where the program is lowered, so that one program can be exported for several platforms.
-        branches: dict[str, Any] = {"cpu": native}
+        branches: dict[str, Any] = {platform: native[platform] for platform in platforms}
         if backend == "auto":
             branches["default"] = by_ring
         return lax.platform_dependent(*operands, **branches)
@@ -114,7 +146,35 @@ def _varying(arrays: Sequence[jax.Array]) -> set[Hashable]:
     return {name for array in arrays for name in _axes.varying_axes(array)}
 
 
-def _reason_against(dtype: Any, ring: Ring, mode: Mode, num_gather_skipped: int | jax.Array) -> str | None:
+def _reasons_against(
+    dtype: Any,
+    sent: Any,
+    ring: Ring,
+    num_skipped: int | jax.Array,
+    mode: Mode,
+    num_gather_skipped: int | jax.Array,
+    backend: Backend,
+) -> dict[str, str | None]:
+    """Why the kernels cannot do a reduction, by platform. None where they can."""
+    reason = _reason_against(dtype, sent, ring, mode, num_gather_skipped)
+    if reason is not None:
+        return {"cpu": reason, "cuda": reason}
+    reasons = {"cpu": _ffi.reason_against_cpu(), "cuda": _ffi.reason_against_cuda()}
+    if reasons["cuda"] is None:
+        if backend == "auto":
+            reasons["cuda"] = "on GPUs the kernels have to be asked for: they have not yet been run on one"
+        elif not isinstance(num_skipped, int):
+            reasons["cuda"] = "k is traced (a schedule), and there it is part of the compiled call"
+        elif jnp.dtype(dtype) == jnp.float64:
+            reasons["cuda"] = "float64 is not among float32, bfloat16, float16"
+    # Asked for where it will run, and not there: said now, and not where the program is lowered.
+    here = {"cpu": "cpu", "gpu": "cuda"}.get(jax.default_backend())
+    if backend == "native" and here is not None and reasons[here] is not None:
+        return {here: reasons[here]}
+    return reasons
+
+
+def _reason_against(dtype: Any, sent: Any, ring: Ring, mode: Mode, num_gather_skipped: int | jax.Array) -> str | None:
     """Why the kernels cannot do a reduction, on any platform. None if they can."""
     mesh = jax.sharding.get_abstract_mesh()
     if any(name not in mesh.manual_axes for name in ring.names):
@@ -126,7 +186,15 @@ def _reason_against(dtype: Any, ring: Ring, mode: Mode, num_gather_skipped: int 
         return "mode='dropout' is for comparison, by lax.ppermute alone"
     if not isinstance(num_gather_skipped, int) or num_gather_skipped:
         return "num_gather_skipped is for comparison, by lax.ppermute alone"
-    return _ffi.reason_against_dtype(dtype, _wire.sent_dtype(dtype, ring.wire_dtype))
+    return _ffi.reason_against_dtype(dtype, sent)
+
+
+def _groups(ring: Ring) -> np.ndarray:
+    """All groups of workers that reduce with each other, a row each, of devices by their place in the mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    places = np.arange(mesh.size).reshape(tuple(mesh.shape[name] for name in mesh.axis_names))
+    axes = [mesh.axis_names.index(name) for name in ring.names]
+    return np.moveaxis(places, axes, range(-len(axes), 0)).reshape(-1, ring.size)
 
 
 def _group(ring: Ring) -> jax.Array:

@@ -10,8 +10,12 @@ import ctypes
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
+import importlib.util
+import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +29,10 @@ Backend = Literal["auto", "xla", "native"]
 BACKENDS = ("auto", "xla", "native")
 
 _CPU_TARGET = "skipreduce_cpu_all_reduce"
+_CUDA_TARGET = "skipreduce_all_reduce"
+
+# The first whose XLA gives custom calls its communicators on GPUs.
+_FIRST_JAXLIB_FOR_CUDA = (0, 11, 2)
 
 # As ElementType and Divide in xla_ffi/cpu_reduce.h.
 _TYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
@@ -38,20 +46,29 @@ class NativeInfo:
     Attributes:
       library: path of the native library, None if the package was installed without it.
       cpu: why the devices of this process's CPU are not served by it; None if they are.
+      cuda: why NVIDIA GPUs are not served by it; None if they may be, by ``backend="native"``.
+      cuda_libraries: what was found of NVIDIA's libraries: version and path, or why not, by name.
       backend: what ``backend="auto"`` means here: ``"auto"``, or what SKIPREDUCE_BACKEND says.
       time_limit: seconds that a collective waits for a worker that does not come.
     """
 
     library: str | None
     cpu: str | None
+    cuda: str | None
+    cuda_libraries: dict[str, str]
     backend: Backend
     time_limit: float
 
     def __str__(self) -> str:
+        def served(reason: str | None, how: str) -> str:
+            return how if reason is None else f"xla: {reason}"
+
         return "\n".join(
             (
                 f"native library  {self.library or 'not built: installed without a C++ compiler, or its build failed'}",
-                f"cpu             {'native: one call, in shared memory' if self.cpu is None else f'xla: {self.cpu}'}",
+                f"cpu             {served(self.cpu, 'native: one call, in shared memory')}",
+                f"cuda            {served(self.cuda, 'by backend=native alone: it has not yet been run on a GPU')}",
+                *(f"  {name:<14}{found}" for name, found in self.cuda_libraries.items()),
                 f"backend=auto    {self.backend}",
                 f"time limit      {self.time_limit:g} s",
             )
@@ -76,12 +93,15 @@ def native_info() -> NativeInfo:
       >>> print(info)  # doctest: +ELLIPSIS
       native library  ...
       cpu             ...
+      cuda            ...
       backend=auto    ...
       time limit      ... s
     """
     return NativeInfo(
         library=None if (path := _library_path()) is None else str(path),
         cpu=reason_against_cpu(),
+        cuda=reason_against_cuda(),
+        cuda_libraries={} if _reason_not_loaded() else _cuda_libraries(),
         backend=chosen_backend("auto"),
         time_limit=time_limit(),
     )
@@ -144,14 +164,24 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def _reason_not_registered() -> str | None:
-    """Loads the library and registers its CPU handler, once. Returns why that is not possible, if so."""
+def _reason_not_loaded() -> str | None:
     if _library_path() is None:
         return "the native library was not built (pip install -v shows why)"
     try:
         loaded = library()
     except OSError as error:
         return f"the native library cannot be loaded ({error})"
+    if not all(hasattr(loaded, name) for name in ("skipreduce_cpu_execute", "skipreduce_cuda_probe")):
+        return f"{_library_path()} is of another version of this package: install it again"
+    return None
+
+
+@functools.cache
+def _reason_not_on_cpu() -> str | None:
+    """Registers the CPU handler, once. Returns why that is not possible, if so."""
+    if (reason := _reason_not_loaded()) is not None:
+        return reason
+    loaded = library()
     try:
         # Started first: what is registered before that is put off, and handlers then come before their types.
         jax.devices("cpu")
@@ -167,11 +197,52 @@ def _reason_not_registered() -> str | None:
         },
         platform="cpu",
     )
-    stages = {"instantiate": loaded.skipreduce_cpu_instantiate, "execute": loaded.skipreduce_cpu_execute}
-    jax.ffi.register_ffi_target(
-        _CPU_TARGET, {stage: jax.ffi.pycapsule(function) for stage, function in stages.items()}, platform="cpu"
+    _register(
+        _CPU_TARGET,
+        "cpu",
+        {"instantiate": loaded.skipreduce_cpu_instantiate, "execute": loaded.skipreduce_cpu_execute},
     )
     return None
+
+
+@functools.cache
+def _reason_not_on_cuda() -> str | None:
+    """Registers the CUDA handler, once; without a GPU, too, for programs that are exported."""
+    if (reason := _reason_not_loaded()) is not None:
+        return reason
+    loaded = library()
+    loaded.skipreduce_cuda_set_library_folders(":".join(_nvidia_folders()).encode())
+    _register(
+        _CUDA_TARGET, "CUDA", {"prepare": loaded.skipreduce_cuda_prepare, "execute": loaded.skipreduce_cuda_execute}
+    )
+    return None
+
+
+def _register(target: str, platform: str, stages: dict[str, Any]) -> None:
+    capsules = {stage: jax.ffi.pycapsule(function) for stage, function in stages.items()}
+    jax.ffi.register_ffi_target(target, capsules, platform=platform)
+
+
+def _nvidia_folders() -> list[str]:
+    """Where the wheels that JAX installs keep NVIDIA's libraries."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [] if spec is None else list(spec.submodule_search_locations or ())
+    return sorted({str(folder) for root in roots for folder in Path(root).glob("*/lib")})
+
+
+def _cuda_libraries() -> dict[str, str]:
+    """What the native library finds of NVIDIA's: version and path, or why not."""
+    _reason_not_on_cuda()  # tells it where to look
+    probe = library().skipreduce_cuda_probe
+    probe.restype, probe.argtypes = ctypes.c_longlong, [ctypes.c_char_p, ctypes.c_longlong]
+    size = probe(None, 0)
+    buffer = ctypes.create_string_buffer(size + 1)
+    probe(buffer, size + 1)
+    found = json.loads(buffer.value)
+    return {
+        name: entry["error"] if "error" in entry else f"{entry['version']}, {entry['path']}"
+        for name, entry in found.items()
+    }
 
 
 def _capsule(pointer: int, name: bytes) -> Any:
@@ -182,9 +253,20 @@ def _capsule(pointer: int, name: bytes) -> Any:
 
 def reason_against_cpu() -> str | None:
     """Why the kernels do not serve the CPU devices of this process. None if they do."""
-    reason = _reason_not_registered()
+    reason = _reason_not_on_cpu()
     if reason is None and jax.process_count() > 1:
         return f"{jax.process_count()} processes: on CPUs, the native call is for the devices of one process"
+    return reason
+
+
+def reason_against_cuda() -> str | None:
+    """Why the kernels do not serve NVIDIA GPUs. None if they may; without a GPU, in programs that are exported."""
+    reason = _reason_not_on_cuda()
+    if reason is None and jax.default_backend() == "gpu":
+        version = importlib.metadata.version("jaxlib")
+        if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < _FIRST_JAXLIB_FOR_CUDA:
+            first = ".".join(map(str, _FIRST_JAXLIB_FOR_CUDA))
+            return f"jaxlib {version}: its XLA gives custom calls no communicator, which that of {first} does"
     return reason
 
 
@@ -226,7 +308,57 @@ def all_reduce_cpu(
         "num_workers": num_workers,
         "divide": _DIVIDE_NUMBERS[normalize],
         "wire_type": -1 if wire_dtype is None else _TYPE_NUMBERS[wire_dtype.name],
-        "time_limit_ms": max(1, round(1e3 * time_limit())),
     }
     numbers = {name: np.int64(value) for name, value in attributes.items()}
-    return list(call(rank, group, num_skipped, shift, *arrays, **numbers))
+    return list(call(rank, group, num_skipped, shift, *arrays, **numbers, time_limit_ms=_time_limit_ms()))
+
+
+def _time_limit_ms() -> np.int64:
+    return np.int64(max(1, round(1e3 * time_limit())))
+
+
+def all_reduce_cuda(
+    block: jax.Array,
+    shift: jax.Array,
+    *,
+    num_workers: int,
+    num_skipped: int,
+    normalize: str | None,
+    wire_dtype: np.dtype | None,
+    replica_groups: np.ndarray,
+) -> jax.Array:
+    """The custom call of platform "cuda": a bucket, reduced with skipping.
+
+    Args:
+      block: (N, S), float32, bfloat16 or float16. Rows of a multiple of 8 elements are moved faster.
+      shift: int32 scalar, any.
+      num_workers: N.
+      num_skipped: k.
+      normalize: as in `all_reduce`.
+      wire_dtype: what values are rounded to on the way, None for not.
+      replica_groups: (groups, N), devices by their place in the mesh; each row in the order of ranks.
+
+    Returns:
+      The reduced block.
+    """
+    wire = jnp.dtype(block.dtype if wire_dtype is None else wire_dtype)
+    call = jax.ffi.ffi_call(
+        _CUDA_TARGET,
+        [
+            jax.ShapeDtypeStruct(block.shape, block.dtype),
+            jax.ShapeDtypeStruct((max(256, block.size * wire.itemsize),), jnp.uint8),
+        ],
+        vmap_method="sequential",
+    )
+    divisor = {None: 0, "skip": num_workers, "drop": num_workers - num_skipped}[normalize]
+    reduced, _ = call(
+        block,
+        shift,
+        num_workers=np.int64(num_workers),
+        num_skipped=np.int64(num_skipped),
+        divisor=np.int64(divisor),
+        wire_type=np.int64(-1 if wire_dtype is None else _TYPE_NUMBERS[wire_dtype.name]),
+        time_limit_ms=_time_limit_ms(),
+        replica_groups=np.asarray(replica_groups, np.int64).reshape(-1),
+    )
+    return reduced

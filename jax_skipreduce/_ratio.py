@@ -63,7 +63,7 @@ def ratios_of_leaves(ratios: SkipRatios, tree: Any) -> list[SkipRatio]:
     if callable(ratios):
         if not is_of_each(ratios):
             return [ratios] * len(leaves)
-        answers = [ratios(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        answers: list[Any] = [ratios(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     else:
         try:
             answers = jax.tree.leaves(jax.tree.broadcast(ratios, tree))
