@@ -12,6 +12,7 @@ from jax_skipreduce._collectives import all_gather, all_reduce, reduce_scatter
 from jax_skipreduce._describe import Description, LeafDescription, describe
 from jax_skipreduce._ffi import NativeInfo, native_info
 from jax_skipreduce._local import local_params, local_value_and_grad
+from jax_skipreduce._metrics import metrics
 from jax_skipreduce._replicas import check_replicas
 from jax_skipreduce._selection import by_path
 from jax_skipreduce._transform import SkipReduceState, skipreduce
@@ -33,6 +34,7 @@ __all__ = [
     "describe",
     "local_params",
     "local_value_and_grad",
+    "metrics",
     "native_info",
     "netlab",
     "reduce_scatter",

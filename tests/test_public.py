@@ -34,6 +34,7 @@ LAYERS = (
     "_sharded",
     "_transform",
     "_describe",
+    "_metrics",
 )
 
 
@@ -50,6 +51,7 @@ def test_public_names():
         "describe",
         "local_params",
         "local_value_and_grad",
+        "metrics",
         "native_info",
         "netlab",
         "reduce_scatter",

@@ -111,3 +111,10 @@ def test_hierarchical(load_example, capsys):
         *("2 hosts x 4, nothing skipped", "2 hosts x 4, half skipped"),
     ]
     assert "on each of 2 hosts x 4 devices, 2 rounds" in capsys.readouterr().out
+
+
+def test_tensorboard(load_example, tmp_path):
+    logged = load_example("tensorboard").main(["--logdir", str(tmp_path), "--steps", "41", "--log-every", "20"])
+    assert (logged["skipreduce/step"], logged["skipreduce/num_skipped"]) == (40, 4)
+    assert logged["loss"] < 2.3
+    assert list(tmp_path.glob("events.out.tfevents.*"))
