@@ -24,7 +24,7 @@ def metrics(
     """What `skipreduce` does in the step that comes next: plain numbers, ready for any logger.
 
     Ratio and k follow from the step counter, bytes from the shapes of `params`: nothing is run or sent, and nothing
-    has to be kept in the state. It takes about a tenth of a millisecond per leaf, so call it where you log.
+    has to be kept in the state. It takes up to a millisecond per leaf, so call it where you log.
 
     Args:
       opt_state: of the optimizer, outside of `jax.jit`: a state of `skipreduce`, or anything that holds one, such as

@@ -10,6 +10,7 @@ import optax
 
 from jax_skipreduce import _axes, _sharded
 from jax_skipreduce._axes import AxisName
+from jax_skipreduce._configuration import check_configuration
 from jax_skipreduce._execute import Normalize
 from jax_skipreduce._ffi import Backend
 from jax_skipreduce._ratio import SkipRatios
@@ -120,7 +121,8 @@ def skipreduce(
     Raises:
       ValueError, TypeError: an argument is out of range (at once); gradients are reduced already, a
         mask does not match, an axis is not bound, a leaf has a dtype that cannot be reduced, k or
-        the counter differ between workers (when the step is traced).
+        the counter differ between workers, or processes have other settings or trees (when the step
+        is traced).
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -161,6 +163,7 @@ def skipreduce(
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, SkipReduceState]:
+        check_configuration(config, updates)
         if config.check_every:
             _sharded.check_parameters(config, mesh, param_specs, params, state.count)
         if mesh is None:

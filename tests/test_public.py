@@ -32,6 +32,7 @@ LAYERS = (
     "_replicas",
     "_reduction",
     "_sharded",
+    "_configuration",
     "_transform",
     "_describe",
     "_metrics",
