@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jax_skipreduce._collectives import all_gather, all_reduce, reduce_scatter
 from jax_skipreduce._describe import Description, LeafDescription, describe
 from jax_skipreduce._ffi import NativeInfo, native_info
+from jax_skipreduce._fsdp import fsdp_cut, fsdp_gather, fsdp_join
 from jax_skipreduce._local import local_params, local_value_and_grad
 from jax_skipreduce._metrics import metrics
 from jax_skipreduce._replicas import check_replicas
@@ -32,6 +33,9 @@ __all__ = [
     "by_path",
     "check_replicas",
     "describe",
+    "fsdp_cut",
+    "fsdp_gather",
+    "fsdp_join",
     "local_params",
     "local_value_and_grad",
     "metrics",

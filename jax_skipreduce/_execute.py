@@ -113,7 +113,7 @@ def check_normalize(normalize: Any, allow_none: bool) -> None:
         )
 
 
-def _integer(name: str, value: Any, ring: Ring) -> int | jax.Array:
+def integer(name: str, value: Any, ring: Ring) -> int | jax.Array:
     """`value` as a Python int, or as a traced integer of 32 or 64 bits that is the same on all workers."""
     if isinstance(value, Tracer):
         if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != ():
@@ -135,7 +135,7 @@ def _integer(name: str, value: Any, ring: Ring) -> int | jax.Array:
 
 def slice_shift(name: str, value: Any, ring: Ring) -> int | jax.Array:
     """`value` as a shift: any integer, modulo N. An int, or a traced int32."""
-    shift = _integer(name, value, ring)
+    shift = integer(name, value, ring)
     if isinstance(shift, int):
         return shift % ring.size
     # Before anything is added to it: 2**32 is no multiple of N, so what overflows is another shift.
@@ -144,7 +144,7 @@ def slice_shift(name: str, value: Any, ring: Ring) -> int | jax.Array:
 
 def num_steps_skipped(name: str, value: Any, ring: Ring) -> int | jax.Array:
     """`value` as a number of skipped steps: checked where it is known, clamped to 0..N-1 where traced."""
-    steps = _integer(name, value, ring)
+    steps = integer(name, value, ring)
     if isinstance(steps, int):
         if not 0 <= steps <= ring.size - 1:
             raise ValueError(f"{name}={steps}: expected 0..{ring.size - 1} for {ring.size} workers")
@@ -152,7 +152,7 @@ def num_steps_skipped(name: str, value: Any, ring: Ring) -> int | jax.Array:
     return jnp.clip(steps, 0, ring.size - 1).astype(jnp.int32)
 
 
-def _loop(start: int | jax.Array, stop: int | jax.Array, body: Callable, carry: Any) -> Any:
+def loop(start: int | jax.Array, stop: int | jax.Array, body: Callable, carry: Any) -> Any:
     """`body(step, carry)` for start <= step < stop; a loop in the program where that is shorter."""
     if isinstance(start, int) and isinstance(stop, int) and stop - start <= _MAX_UNROLLED_STEPS:
         for step in range(start, stop):
@@ -246,7 +246,7 @@ def reduce_slices(
             own = jnp.where(keep(rank, _ring.slice_to_receive(rank, number, shift, size), own.shape), own, 0)
         return received + own
 
-    total = _loop(start, size - 1, step, local(start).astype(wide))
+    total = loop(start, size - 1, step, local(start).astype(wide))
     if not jnp.issubdtype(dtype, jnp.inexact):
         return total
     contributors = size - num_skipped if keep is None else _num_kept(keep, ring, shift, total.shape)
@@ -276,7 +276,7 @@ def _num_kept(keep: Callable, ring: Ring, shift: Any, shape: tuple[int, ...]) ->
 
     # The worker that sends first has nothing to add to, so it always contributes (Algorithm 1).
     first = ring.local(jnp.ones(shape, jnp.int32))
-    return _loop(0, ring.size - 1, add, first)
+    return loop(0, ring.size - 1, add, first)
 
 
 def _gather(own: jax.Array, ring: Ring, num_gather_skipped: int | jax.Array) -> jax.Array:
@@ -292,7 +292,7 @@ def _gather(own: jax.Array, ring: Ring, num_gather_skipped: int | jax.Array) -> 
         return lax.dynamic_update_index_in_dim(rows, passing, source, axis=0), passing
 
     rows = lax.dynamic_update_index_in_dim(jnp.zeros((size, *own.shape), own.dtype), own, rank, axis=0)
-    return _loop(0, size - 1 - num_gather_skipped, step, (rows, own))[0]
+    return loop(0, size - 1 - num_gather_skipped, step, (rows, own))[0]
 
 
 def by_slice(ring: Ring, shift: int | jax.Array) -> Callable[[jax.Array], jax.Array]:
