@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jax_skipreduce._collectives import all_gather, all_reduce, reduce_scatter
+from jax_skipreduce._deadline import time_limit
 from jax_skipreduce._describe import Description, LeafDescription, describe
 from jax_skipreduce._ffi import NativeInfo, native_info
 from jax_skipreduce._fsdp import fsdp_cut, fsdp_gather, fsdp_join
@@ -43,6 +44,7 @@ __all__ = [
     "netlab",
     "reduce_scatter",
     "skipreduce",
+    "time_limit",
 ]
 
 

@@ -14,6 +14,7 @@ PACKAGE = Path(sr.__file__).parent
 
 # Each module may import those before it.
 LAYERS = (
+    "_deadline",
     "_schedule",
     "_ring",
     "_reference",
@@ -62,6 +63,7 @@ def test_public_names():
         "netlab",
         "reduce_scatter",
         "skipreduce",
+        "time_limit",
     ]
     assert all(hasattr(sr, name) for name in sr.__all__)
 

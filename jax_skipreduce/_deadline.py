@@ -1,0 +1,158 @@
+"""time_limit(): ends a process whose training step does not end, because it waits for a worker that does not come.
+
+Why XLA and JAX do not do it themselves: the heartbeats of `jax.distributed` are sent by a thread of their own. They
+notice a worker that is dead, stopped or cut off, and not one that lives but hangs: in its data loader, a debugger, or
+a collective that the others do not run. For that XLA has limits for some backends and phases alone (Gloo: 30 minutes,
+``--xla_cpu_collective_timeout_seconds``; NCCL: none by default), and a collective that waits cannot be interrupted
+from Python: signal handlers run between bytecodes, and there are none until XLA returns.
+
+So a thread watches, and ends the process by `os._exit`: `sys.exit` in a thread ends that thread, and a regular exit
+would wait for the other workers again, in the shutdown barrier of `jax.distributed`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+# For the report. Whoever should read it may have stopped reading, and the process has to end all the same.
+_REPORT_S = 5.0
+# Between the report and the end. Other workers have the same limit and are over it at about the same time; where JAX
+# runs, the end of one makes it abort the others, and the one that hangs shall have said where before.
+_OTHERS_S = 2.0
+
+
+class _Watch:
+    """The limits in force, and the thread that watches them. One per process."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._limits: dict[object, tuple[float, float, str, int]] = {}  # deadline, seconds, what, exit code
+        self._thread: threading.Thread | None = None
+        # The thread sleeps until then, so that a limit that ends later need not wake it: one per step, mostly in vain.
+        self._wakes_at = math.inf
+
+    def add(self, seconds: float, what: str, exit_code: int) -> object:
+        deadline, key = time.monotonic() + seconds, object()
+        with self._changed:
+            self._limits[key] = (deadline, seconds, what, exit_code)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="skipreduce time_limit", daemon=True)
+                self._thread.start()
+            elif deadline < self._wakes_at:
+                self._changed.notify()
+        return key
+
+    def remove(self, key: object) -> None:
+        with self._changed:
+            # Not there in a child that was forked inside of a limit.
+            self._limits.pop(key, None)
+
+    def _run(self) -> None:
+        with self._changed:
+            while True:
+                now = time.monotonic()
+                first = min(self._limits.values(), default=(math.inf, 0.0, "", 0))
+                if first[0] <= now:
+                    # With the lock: a step that ends just now waits for it, and does not go on.
+                    _end(*first[1:])
+                self._wakes_at = first[0]
+                self._changed.wait(None if first[0] == math.inf else min(first[0] - now, threading.TIMEOUT_MAX))
+
+
+def _end(seconds: float, what: str, exit_code: int) -> None:
+    # In a thread of its own, with the time limited: stderr may be a pipe that is full, or locked by who hangs.
+    reporter = threading.Thread(target=_report, args=(seconds, what), daemon=True)
+    reporter.start()
+    reporter.join(_REPORT_S)
+    time.sleep(_OTHERS_S)
+    os._exit(exit_code)
+
+
+def _report(seconds: float, what: str) -> None:
+    text = (
+        f"jax_skipreduce: {what} was not done after {seconds:g} s, and the process ends ({os.getpid()} on "
+        f"{socket.gethostname()}). It may be waiting for another worker: look for the one whose main thread is "
+        "somewhere else than in the training step, or that says nothing (docs/failures.md).\n"
+    )
+    # Not through sys.stderr, whose lock the main thread may hold.
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="replace"))
+        faulthandler.dump_traceback(file=2, all_threads=True)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+
+
+_watch = _Watch()
+
+
+def _forget() -> None:
+    """In a child after a fork: its parent's thread is not there, and the lock may be held for ever."""
+    global _watch
+    _watch = _Watch()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float, what: str, *, exit_code: int = 124) -> Iterator[None]:
+    """Ends the process if the block takes longer: a training step, the next batch, a checkpoint.
+
+    For runs of several processes, where a worker that hangs makes all others wait, for ever on some backends. With the
+    limit in all of them, each ends by itself, says what it was at and where all its threads are, and a launcher (Slurm,
+    Kubernetes, examples/elastic.py) sees an exit code. See docs/failures.md for what notices which failure.
+
+    Put into the block what waits: ``jax.block_until_ready`` on what the step returns, or a loss that is printed. JAX
+    dispatches a step and returns; the wait would be elsewhere. Compilation counts, too: give the first step more. If
+    one worker does more than others (it writes a checkpoint, evaluates), the others wait for it in their next step.
+
+    It costs some microseconds, communicates nothing, and works with any backend. Blocks may be nested and in several
+    threads; the first limit that is over counts. Time in which the process was stopped (SIGSTOP) counts.
+
+    Args:
+      seconds: more than the block ever takes, a positive number. `math.inf` sets no limit.
+      what: for the message; name the worker and the step, as ``f"worker {jax.process_index()}, step {step}"``.
+      exit_code: of the process, 1..255. The default is that of timeout(1).
+
+    Raises:
+      ValueError, TypeError: an argument is out of range. What the block raises passes through.
+
+    Nothing is raised when the time is over. A message and the stacks of all threads go to file descriptor 2, and 2
+    seconds later (7 if nobody reads them) the process ends, without `finally` blocks and exit handlers. Only native
+    code that holds Python's lock for ever would keep the thread that watches from running; XLA waits without it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> train_step = jax.jit(lambda x: 2 * x)
+      >>> x = jnp.ones(())
+      >>> for step in range(3):
+      ...     with time_limit(600 if step == 0 else 60, f"worker {jax.process_index()}, step {step}"):
+      ...         x = jax.block_until_ready(train_step(x))
+      >>> float(x)
+      8.0
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"seconds={seconds!r} ({type(seconds).__name__}): expected a number of seconds")
+    if not seconds > 0:  # nor NaN
+        raise ValueError(f"seconds={seconds}: expected a positive number of seconds, or math.inf for no limit")
+    if not isinstance(what, str):
+        raise TypeError(f"what={what!r} ({type(what).__name__}): expected a text, such as 'worker 1, step 30'")
+    if isinstance(exit_code, bool) or not isinstance(exit_code, int):
+        raise TypeError(f"exit_code={exit_code!r} ({type(exit_code).__name__}): expected an int")
+    if not 1 <= exit_code <= 255:
+        raise ValueError(f"exit_code={exit_code}: expected 1 to 255; 0 would look like success")
+    watch = _watch
+    key = watch.add(seconds, what, exit_code)
+    try:
+        yield
+    finally:
+        watch.remove(key)
