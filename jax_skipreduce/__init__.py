@@ -13,6 +13,10 @@ from jax_skipreduce._deadline import time_limit
 from jax_skipreduce._describe import Description, LeafDescription, describe
 from jax_skipreduce._ffi import NativeInfo, native_info
 from jax_skipreduce._fsdp import fsdp_cut, fsdp_gather, fsdp_join
+from jax_skipreduce._importance import importance
+from jax_skipreduce._importance_average import ImportanceState, track_importance
+from jax_skipreduce._importance_choice import LeafImportance, Protection, choose_protected
+from jax_skipreduce._importance_tracker import ImportanceTracker
 from jax_skipreduce._local import local_params, local_value_and_grad
 from jax_skipreduce._metrics import metrics
 from jax_skipreduce._replicas import check_replicas
@@ -26,17 +30,23 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Description",
+    "ImportanceState",
+    "ImportanceTracker",
     "LeafDescription",
+    "LeafImportance",
     "NativeInfo",
+    "Protection",
     "SkipReduceState",
     "all_gather",
     "all_reduce",
     "by_path",
     "check_replicas",
+    "choose_protected",
     "describe",
     "fsdp_cut",
     "fsdp_gather",
     "fsdp_join",
+    "importance",
     "local_params",
     "local_value_and_grad",
     "metrics",
@@ -45,6 +55,7 @@ __all__ = [
     "reduce_scatter",
     "skipreduce",
     "time_limit",
+    "track_importance",
 ]
 
 

@@ -87,7 +87,8 @@ def _shown(ratio: Any) -> str:
     if not callable(ratio):
         return f"{float(ratio):g}"
     with jax.ensure_compile_time_eval():
-        return str([round(float(ratio(jnp.int32(count))), 6) for count in _LOOKED_AT])
+        values: list[Any] = [ratio(jnp.int32(count)) for count in _LOOKED_AT]
+    return str([round(float(value), 6) for value in values])
 
 
 def first_difference(own: dict[str, str], other: dict[str, str]) -> str | None:

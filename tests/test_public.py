@@ -39,23 +39,33 @@ LAYERS = (
     "_transform",
     "_describe",
     "_metrics",
+    "_importance",
+    "_importance_average",
+    "_importance_choice",
+    "_importance_tracker",
 )
 
 
 def test_public_names():
     assert sorted(sr.__all__) == [
         "Description",
+        "ImportanceState",
+        "ImportanceTracker",
         "LeafDescription",
+        "LeafImportance",
         "NativeInfo",
+        "Protection",
         "SkipReduceState",
         "all_gather",
         "all_reduce",
         "by_path",
         "check_replicas",
+        "choose_protected",
         "describe",
         "fsdp_cut",
         "fsdp_gather",
         "fsdp_join",
+        "importance",
         "local_params",
         "local_value_and_grad",
         "metrics",
@@ -64,6 +74,7 @@ def test_public_names():
         "reduce_scatter",
         "skipreduce",
         "time_limit",
+        "track_importance",
     ]
     assert all(hasattr(sr, name) for name in sr.__all__)
 
@@ -95,7 +106,12 @@ def imported_modules(path):
 
 
 def test_imports_run_one_way():
-    assert {path.stem for path in PACKAGE.glob("_*.py")} - {"__init__", "__main__", "_cli"} == set(LAYERS)
+    assert {path.stem for path in PACKAGE.glob("_*.py")} - {
+        "__init__",
+        "__main__",
+        "_cli",
+        "_importance_figure",
+    } == set(LAYERS)
     for number, layer in enumerate(LAYERS):
         imported = imported_modules(PACKAGE / f"{layer}.py")
         inside = {name.split(".")[1] for name in imported if name.startswith("jax_skipreduce.")}

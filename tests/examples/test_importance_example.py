@@ -1,0 +1,69 @@
+"""examples/importance.py: one training with its tables and picture, and the comparison."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import jax_skipreduce as sr
+
+
+@pytest.fixture
+def example(load_example, monkeypatch):
+    """With a small network, which compiles fast."""
+    module = load_example("importance")
+    load = module.load
+
+    def load_small(name):
+        task = load("text")
+        few = tuple(array[:32] for array in task.test)
+        return dataclasses.replace(task, model=module.TextNet(num_layers=1, size=32), test=few, batch=4)
+
+    monkeypatch.setattr(module, "load", load_small)
+    return module
+
+
+def test_the_networks_are_what_the_docs_measure(load_example):
+    module = load_example("importance")
+    for name, num_leaves in (("digits", 26), ("text", 36)):
+        task = module.load(name)
+        params = jax.eval_shape(lambda task=task: task.init(0))
+        assert len(jax.tree.leaves(params)) == num_leaves
+        loss, accuracy = jax.eval_shape(task.score, params, *task.test)
+        assert (loss.shape, accuracy.shape) == ((), ())
+
+
+def test_one_training(example, capsys, tmp_path):
+    accuracy = example.main(["--steps", "40", "--figure", str(tmp_path / "importance.png")])
+    printed = capsys.readouterr().out
+    # One character in four is a space.
+    assert 0.15 < accuracy < 1
+    assert re.search(r"^Protected: \d of \d+ leaves", printed, re.MULTILINE)
+    assert len(re.findall(r"^step +\d+ ", printed, re.MULTILINE)) == 10
+    assert (tmp_path / "importance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_comparison(example, capsys, monkeypatch):
+    monkeypatch.setattr(example, "MAX_PROTECTED", 0.2)
+    # As --compare does with more ratios and seeds.
+    example.compare(example.Trainer(example.load("text"), num_steps=10), num_seeds=1, skip_ratios=(0.5,))
+    printed = capsys.readouterr().out
+    rows = re.findall(r"^(0\S*) +(-|nothing|the choice|others) +(\d\.\d{4}) ", printed, re.MULTILINE)
+    assert [(ratio, name) for ratio, name, _ in rows] == [
+        ("0", "-"),
+        *(("0.5", name) for name in ("nothing", "the choice", "others")),
+    ]
+    # Each is another training, of the same start.
+    assert len({loss for _, _, loss in rows}) == 4
+
+
+def test_others_are_others(load_example):
+    module = load_example("importance")
+    params = {name: np.zeros(size, np.float32) for name, size in zip("abcdefg", [3, 2, 3, 3, 2, 60, 27], strict=True)}
+    importance = {"a": 0.9, "b": 0.8, "c": 0.3, "d": 0.2, "e": 0.1, "f": 0.2, "g": 0.1}
+    chosen = sr.choose_protected(importance, params, min_size=0)
+    assert chosen.paths == ("a", "b")
+    drawn = {module.others(chosen, seed).paths for seed in range(30)}
+    assert drawn == {("c", "e"), ("d", "e")}
