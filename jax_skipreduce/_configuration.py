@@ -7,6 +7,7 @@ ratio or tree they would wait for each other for ever.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import threading
 from typing import Any
@@ -64,9 +65,8 @@ def _store() -> Any:
 
 def fingerprint(config: Config, grads: Any) -> dict[str, str]:
     """What has to be the same on all processes, by name."""
-    from jax_skipreduce import __version__
-
-    described = {"jax_skipreduce": __version__, "jax": jax.__version__}
+    own_version = importlib.import_module("jax_skipreduce").__version__
+    described = {"jax_skipreduce": own_version, "jax": jax.__version__}
     for field in dataclasses.fields(config):
         if field.name not in ("skip_ratio", "protect", "backend"):
             described[field.name] = str(getattr(config, field.name))
