@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import concurrent.futures
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -57,6 +58,15 @@ def bound_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
             "jax.shard_map; under jax.vmap give one axis, with all workers on it"
         )
     return tuple(sorted(names, key=mesh_names.index))
+
+
+def outside_of_the_trace(function: Callable[[], Any]) -> Any:
+    """``function()``, which computes with numbers that are known, where nothing of the surrounding trace is seen.
+
+    In a thread of its own: `jax.ensure_compile_time_eval` leaves the mesh of a surrounding shard_map, and guards, as is.
+    """
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(function).result()
 
 
 def varying_axes(x: Any) -> frozenset[Hashable]:

@@ -49,8 +49,8 @@ def all_reduce(
     another order of additions.
 
     Bytes on the wire per worker: (2(N-1) - k) * ceil(x.size / N) * itemsize, so the collective
-    gets 2(N-1) / (2(N-1) - k) times shorter. The reduce-scatter is N-1-k `lax.ppermute` steps, the
-    all-gather one `lax.all_gather` (N-1 steps of the ring).
+    gets 2(N-1) / (2(N-1) - k) times shorter. With ``backend="xla"`` the reduce-scatter is N-1-k
+    `lax.ppermute` steps, the all-gather one `lax.all_gather` (N-1 steps of the ring).
 
     float16 and bfloat16 are added up in float32 and sent in their own dtype, rounded once per step.
     With `wire_dtype`, so are wider floats, and `itemsize` is that of `wire_dtype`.
@@ -79,9 +79,10 @@ def all_reduce(
         it for the wire, and added up as they are. None, and other arrays: sent as they are. float16
         overflows above 65504, which a sum of many may reach.
       backend: ``"xla"`` sends slices with `lax.ppermute`. ``"native"`` is one custom call into the native
-        kernels: between the CPU devices of one process, for float16, bfloat16, float32 and float64. ``"auto"``
-        takes it where it is there (`native_info` says), or what the environment variable
-        SKIPREDUCE_BACKEND names. Results have the same bits either way.
+        kernels: between the CPU devices of one process (floats of 16 to 64 bits), or, with jaxlib 0.11.2, between
+        NVIDIA GPUs (16 and 32 bits; not yet run on one). ``"auto"`` takes it on CPUs where it is there
+        (`native_info` says), else ``"xla"``; or what the environment variable SKIPREDUCE_BACKEND names.
+        Results have the same bits either way.
 
     Returns:
       An array of the shape and dtype of `x`; integers that are normalized come as floats, as in

@@ -7,8 +7,10 @@ ratio or tree they would wait for each other for ever.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib
 import json
+import os
 import threading
 from typing import Any
 
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from jax_skipreduce import _ffi
+from jax_skipreduce._axes import outside_of_the_trace
 from jax_skipreduce._ratio import ratios_of_leaves
 from jax_skipreduce._reduction import Config
 from jax_skipreduce._selection import leaf_paths, protected_leaves, treatments
@@ -30,30 +33,57 @@ _lock = threading.Lock()
 _is_published = False
 
 
-def check_configuration(config: Config, grads: Any) -> None:
+def check_configuration(config: Config, mesh: Any, grads: Any) -> None:
     """Compares `config` and the tree of `grads` with those of the other processes, in the first call of the process.
 
-    Each process writes what it has into the key-value store of `jax.distributed`, and looks at what others have
-    written. Nobody waits: the last to come sees all others, so that one raises at least, and its end ends the others.
+    Only for a mesh of all devices: on a smaller one, processes may well train something else each. Each process writes
+    what it has into the key-value store of `jax.distributed`, and looks at what others have written. Nobody waits:
+    the last to come sees all others, so that one raises at least, and its end ends the others. Digests are compared;
+    texts are read by a process that finds a difference.
+
+    Args:
+      config: the settings.
+      mesh: of a pjit program, where `grads` are stacked; None inside of a shard_map.
+      grads: the gradients.
 
     Raises:
       ValueError: another process has other settings or another tree.
     """
     global _is_published
-    client = _store()
     with _lock:
-        if _is_published or client is None or jax.process_count() == 1:
+        if _is_published or not _is_of_all_processes(config, mesh):
             return
         _is_published = True
-    own = fingerprint(config, grads)
-    client.key_value_set(f"{_PREFIX}{jax.process_index()}", json.dumps(own))
-    for key, value in client.key_value_dir_get(_PREFIX):
-        rank = key.rpartition("/")[2]
-        if difference := first_difference(own, json.loads(value)):
+    if mesh is not None:
+        grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), grads)
+    own, rank = fingerprint(config, grads), jax.process_index()
+    text = json.dumps(own)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    client = _store()
+    # A process that was started again has written already.
+    client.key_value_set(f"{_PREFIX}text/{rank}", text, allow_overwrite=True)
+    client.key_value_set(f"{_PREFIX}digest/{rank}", digest, allow_overwrite=True)
+    for key, other in client.key_value_dir_get(f"{_PREFIX}digest/"):
+        if other == digest:
+            continue
+        name = key.rpartition("/")[2]
+        theirs = json.loads(client.key_value_try_get(f"{_PREFIX}text/{name}"))
+        if difference := first_difference(own, theirs):
             raise ValueError(
-                f"processes {jax.process_index()} and {rank} do not do the same: {difference}. Start all with the same "
-                "program, arguments and seeds"
+                f"processes {rank} and {name} do not do the same: {difference}. Start all with the same program, "
+                "arguments and seeds. (If they are to differ: SKIPREDUCE_CHECK_CONFIGURATION=0)"
             )
+
+
+def _is_of_all_processes(config: Config, mesh: Any) -> bool:
+    """Whether all processes have to do the same."""
+    if jax.process_count() == 1 or _store() is None or os.environ.get("SKIPREDUCE_CHECK_CONFIGURATION") == "0":
+        return False
+    if mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        if any(name not in mesh.manual_axes for name in config.all_axes):
+            return False  # simulated by vmap
+    return mesh.size == jax.device_count()
 
 
 def _store() -> Any:
@@ -86,9 +116,9 @@ def _shown(ratio: Any) -> str:
         return "traced"
     if not callable(ratio):
         return f"{float(ratio):g}"
-    with jax.ensure_compile_time_eval():
-        values: list[Any] = [ratio(jnp.int32(count)) for count in _LOOKED_AT]
-    return str([round(float(value), 6) for value in values])
+    values: list[Any] = outside_of_the_trace(lambda: [ratio(jnp.int32(count)) for count in _LOOKED_AT])
+    # Processors of different types may differ in the last digits.
+    return ", ".join(f"{float(value):.4g}" for value in values)
 
 
 def first_difference(own: dict[str, str], other: dict[str, str]) -> str | None:

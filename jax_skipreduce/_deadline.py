@@ -150,9 +150,9 @@ def time_limit(seconds: float, what: str, *, exit_code: int = 124) -> Iterator[N
         raise TypeError(f"exit_code={exit_code!r} ({type(exit_code).__name__}): expected an int")
     if not 1 <= exit_code <= 255:
         raise ValueError(f"exit_code={exit_code}: expected 1 to 255; 0 would look like success")
-    watch = _watch
-    key = watch.add(seconds, what, exit_code)
+    key = _watch.add(seconds, what, exit_code)
     try:
         yield
     finally:
-        watch.remove(key)
+        # Looked up anew: a child that was forked inside of a limit has a watch of its own.
+        _watch.remove(key)

@@ -224,8 +224,9 @@ def describe(
     is_protected = protected_leaves(shards, config.protect)
     treated = treatments(shards, is_protected, config.min_size)
     by_leaf = is_of_each(config.skip_ratio)
-    steps = [int(k) for k in steps_of_leaves(config, shards, range(len(leaves)), num_workers, jnp.int32(count))]
-    groups = {i: (group_of(leaves[i], varying[i]), steps[i]) for i in indices_of(treated, "skipped")}
+    of_leaves, keys = steps_of_leaves(config, shards, num_workers, jnp.int32(count))
+    steps = [int(k) for k in of_leaves]
+    groups = {i: (group_of(leaves[i], varying[i]), keys[i]) for i in indices_of(treated, "skipped")}
     described = tuple(
         _describe_leaf(path, leaf, treatment, num_workers, num_parts, k, config)
         for path, leaf, treatment, k in zip(paths, leaves, treated, steps, strict=True)
@@ -281,7 +282,7 @@ def _describe_leaf(
     sent, wire, skipped, k = own, full, 0.0, 0
     if treatment == "skipped":
         sent = sent_dtype(own, config.wire_dtype)
-        skipped, k = leaf.size * steps_skipped / num_workers, steps_skipped
+        skipped, k = leaf.size * steps_skipped / num_workers, 0 if config.is_dropout else steps_skipped
         if config.is_dropout:
             skipped *= (num_workers - 1) / num_workers  # the first worker of a chain always contributes
         steps = _ring.num_wire_steps(num_workers, 0 if config.is_dropout else steps_skipped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -64,7 +65,7 @@ def reduce_arrays(
             told = "; ".join(dict.fromkeys(str(reason) for reason in reasons.values()))
             raise ValueError(f"backend='native': {told}. Use backend='auto' or 'xla'; sr.native_info() says more")
         return around_the_ring(arrays, ring, num_skipped, shift)
-    other_axes = tuple(sorted(_varying(arrays) - set(ring.names), key=str))
+    other_axes = tuple(sorted(_varying([*arrays, num_skipped, shift]) - set(ring.names), key=str))
     wire_dtype = None if sent == arrays[0].dtype else sent
 
     def typed(means: Sequence[jax.Array]) -> list[jax.Array]:
@@ -114,11 +115,12 @@ def reduce_arrays(
     def by_ring(
         rank: jax.Array, group: jax.Array, steps: jax.Array, moved: jax.Array, *arrays: jax.Array
     ) -> list[jax.Array]:
-        del rank, group
+        del group
         # Numbers that are known make a shorter program than the operands do.
         return around_the_ring(
             arrays,
-            ring,
+            # Not the rank of the surrounding trace, which is over when the derivative of an inner function is taken.
+            dataclasses.replace(ring, rank=rank),
             num_skipped if isinstance(num_skipped, int) else steps,
             shift if isinstance(shift, int) else moved,
         )
@@ -142,8 +144,8 @@ def reduce_arrays(
     return reduce(*scalars, *(ring.local(array) for array in arrays))
 
 
-def _varying(arrays: Sequence[jax.Array]) -> set[Hashable]:
-    return {name for array in arrays for name in _axes.varying_axes(array)}
+def _varying(values: Sequence[Any]) -> set[Hashable]:
+    return {name for value in values for name in _axes.varying_axes(value)}
 
 
 def _reasons_against(
@@ -159,18 +161,23 @@ def _reasons_against(
     reason = _reason_against(dtype, sent, ring, mode, num_gather_skipped)
     if reason is not None:
         return {"cpu": reason, "cuda": reason}
-    reasons = {"cpu": _ffi.reason_against_cpu(), "cuda": _ffi.reason_against_cuda()}
+    asked = backend == "native"
+    reasons: dict[str, str | None] = {
+        "cpu": _ffi.reason_against_cpu(),
+        # On GPUs the kernels have to be asked for: they have not yet been run on one.
+        "cuda": _ffi.reason_against_cuda() if asked else "not asked for",
+    }
     if reasons["cuda"] is None:
-        if backend == "auto":
-            reasons["cuda"] = "on GPUs the kernels have to be asked for: they have not yet been run on one"
-        elif not isinstance(num_skipped, int):
+        if not isinstance(num_skipped, int):
             reasons["cuda"] = "k is traced (a schedule), and there it is part of the compiled call"
         elif jnp.dtype(dtype) == jnp.float64:
             reasons["cuda"] = "float64 is not among float32, bfloat16, float16"
     # Asked for where it will run, and not there: said now, and not where the program is lowered.
-    here = {"cpu": "cpu", "gpu": "cuda"}.get(jax.default_backend())
-    if backend == "native" and here is not None and reasons[here] is not None:
-        return {here: reasons[here]}
+    here = jax.default_backend()
+    if here not in ("cpu", "gpu"):
+        reasons = dict.fromkeys(reasons, f"there are no kernels for JAX's default backend here, {here}")
+    elif asked and (reason := reasons[{"cpu": "cpu", "gpu": "cuda"}[here]]) is not None:
+        return {here: reason}
     return reasons
 
 
@@ -182,6 +189,8 @@ def _reason_against(dtype: Any, sent: Any, ring: Ring, mode: Mode, num_gather_sk
     if any(size > 1 and name not in mesh.manual_axes for name, size in mesh.shape.items()):
         auto = [name for name in mesh.axis_names if name not in mesh.manual_axes]
         return f"the mesh axes {auto} are not manual here, so the groups of workers are not known"
+    if jax.__version_info__ < (0, 10, 2) and _other_axes(ring):
+        return "this JAX cannot ask for a place on the mesh axes of an outer shard_map"
     if mode != "skip":
         return "mode='dropout' is for comparison, by lax.ppermute alone"
     if not isinstance(num_gather_skipped, int) or num_gather_skipped:
@@ -199,6 +208,10 @@ def _groups(ring: Ring) -> np.ndarray:
 
 def _group(ring: Ring) -> jax.Array:
     """A number that tells the group of workers that this one reduces with from all others, int32."""
-    mesh = jax.sharding.get_abstract_mesh()
-    others = tuple(name for name in mesh.axis_names if name in mesh.manual_axes and name not in ring.names)
+    others = _other_axes(ring)
     return lax.axis_index(others) if others else jnp.int32(0)
+
+
+def _other_axes(ring: Ring) -> tuple[Hashable, ...]:
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(name for name in mesh.axis_names if name in mesh.manual_axes and name not in ring.names)

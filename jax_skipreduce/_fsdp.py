@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_skipreduce import _fsdp_ring
-from jax_skipreduce._axes import AxisName, varying_axes
+from jax_skipreduce._axes import AxisName, outside_of_the_trace, varying_axes
 from jax_skipreduce._buckets import group_of
 from jax_skipreduce._execute import (
     Normalize,
@@ -233,6 +233,8 @@ def _pick_order(step: Any, seed: int, ring: Ring, num_orders: Any) -> int | jax.
     """Which of the orders this step takes; the same number whether `step` is known or traced."""
     if isinstance(num_orders, bool) or not isinstance(num_orders, int) or num_orders < 1:
         raise ValueError(f"num_orders={num_orders!r}: expected an int, at least 1")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed!r}: expected an int, 0 to {2**32 - 1}")
     available = len(_fsdp_ring.ring_orders(ring.size, num_orders))
     if step is None:
         return 0
@@ -240,8 +242,7 @@ def _pick_order(step: Any, seed: int, ring: Ring, num_orders: Any) -> int | jax.
     if available == 1:
         return 0
     if isinstance(step, int):
-        with jax.ensure_compile_time_eval():
-            return int(random_shifts(seed, jnp.uint32(step % 2**32), 1, available)[0])
+        return outside_of_the_trace(lambda: int(random_shifts(seed, jnp.uint32(step % 2**32), 1, available)[0]))
     return random_shifts(seed, step.astype(jnp.uint32), 1, available)[0]
 
 

@@ -7,6 +7,7 @@ fast axes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_skipreduce._dispatch import reduce_arrays
-from jax_skipreduce._execute import Ring, accumulator, from_block, to_block
+from jax_skipreduce._execute import Ring, accumulator, from_block, reduce_slices, to_block
 
 
 def reduce_hierarchically(
@@ -35,8 +36,15 @@ def reduce_hierarchically(
     blocks = [to_block(array, num_parts) for array in arrays]
     # As in the ring: added up in float32, whatever the backend would do.
     joined = jnp.concatenate(blocks, axis=1).astype(accumulator(dtype))
+
+    def by_ring(joined: jax.Array) -> jax.Array:
+        everybody = dataclasses.replace(ring.over(fast), rank=lax.axis_index(fast))
+        return reduce_slices([joined], everybody, 0, -1, None, "skip", None)
+
+    # On CPUs around a ring of our own: between processes psum_scatter goes over Gloo, where it was seen to fail.
+    part = lax.platform_dependent(joined, cpu=by_ring, default=lambda joined: lax.psum_scatter(joined, fast))
     # Divided at once: float16 has no room for sums of many.
-    part = (lax.psum_scatter(joined, fast) / num_parts).astype(dtype)
+    part = (part / num_parts).astype(dtype)
     ends = [sum(block.shape[1] for block in blocks[: i + 1]) for i in range(len(blocks))]
     means = reduce_arrays(jnp.split(part, ends[:-1]), ring, **options)
     own = jnp.concatenate(means)

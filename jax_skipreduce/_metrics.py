@@ -72,10 +72,11 @@ def metrics(
     step = int(np.asarray(count).reshape(-1)[0])
     description = describe(params, num_workers, tx, count=step, num_fast_workers=num_fast_workers)
     num_elements = description.num_elements
+    most = max((leaf.num_skipped for leaf in description.leaves), default=0)
     return {
         "skipreduce/step": step,
-        "skipreduce/skip_ratio": description.num_skipped / num_workers,
-        "skipreduce/num_skipped": description.num_skipped,
+        "skipreduce/skip_ratio": most / num_workers,
+        "skipreduce/num_skipped": most,
         "skipreduce/left_out": description.num_skipped_elements / num_elements if num_elements else 0.0,
         "skipreduce/bytes_sent": description.wire_bytes,
         "skipreduce/bytes_saved": description.full_wire_bytes - description.wire_bytes,

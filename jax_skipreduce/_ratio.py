@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jax_skipreduce._axes import outside_of_the_trace
 from jax_skipreduce._selection import leaf_paths
 
 # Of one gradient: a number, or a schedule (count) -> number.
@@ -129,13 +129,11 @@ def ratio_at(ratio: SkipRatio, count: Any) -> Any:
 def _look_ahead(schedule: Callable[[Any], Any]) -> None:
     """Checks what `schedule` gives at some steps, although the counter is traced here.
 
-    It is a function of the counter alone, so it can be called with numbers; in a thread of its own,
-    where nothing of the surrounding trace, mesh and guards is seen.
+    It is a function of the counter alone, so it can be called with numbers.
     """
 
     def look() -> None:
         for count in _PROBED_COUNTS:
             check_ratio(schedule(jnp.int32(count)), f" at step {count}")
 
-    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
-        thread.submit(look).result()
+    outside_of_the_trace(look)

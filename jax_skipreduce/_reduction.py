@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -66,9 +66,9 @@ class Config:
             value = getattr(self, name)
             if value is None and name == "check_every":
                 continue
-            if isinstance(value, Tracer):
+            if isinstance(value, (Tracer, jax.Array)):
                 raise TypeError(
-                    f"{name} is traced: expected an int. Under optax.inject_hyperparams, name it in static_args"
+                    f"{name} is an array: expected an int. Under optax.inject_hyperparams, name it in static_args"
                 )
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
                 raise TypeError(f"{name}={value!r} ({type(value).__name__}): expected an int")
@@ -105,9 +105,8 @@ def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -
         reduced[index] = mean
 
     skipped = indices_of(treated, "skipped")
-    steps = dict(zip(skipped, steps_of_leaves(config, grads, skipped, ring.size, count), strict=True))
-    groups = {i: (group_of(leaves[i], _axes.varying_axes(leaves[i])), steps[i]) for i in skipped}
-    groups = {i: (group, k if isinstance(k, int) else id(k)) for i, (group, k) in groups.items()}
+    steps, keys = steps_of_leaves(config, grads, ring.size, count)
+    groups = {i: (group_of(leaves[i], _axes.varying_axes(leaves[i])), keys[i]) for i in skipped}
     buckets = make_buckets(leaves, groups, config.bucket_bytes)
     of_buckets = [num_steps_skipped("skip_ratio", steps[bucket[0]], ring) for bucket in buckets]
     shifts = _shifts(config, count, ring, of_buckets)
@@ -131,15 +130,23 @@ def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -
 
 
 def steps_of_leaves(
-    config: Config, tree: Any, indices: Sequence[int], num_workers: int, count: Any
-) -> list[int | jax.Array]:
-    """The number of steps k that each leaf of `tree` at `indices` skips; one object where one schedule says so."""
+    config: Config, tree: Any, num_workers: int, count: Any
+) -> tuple[list[int | jax.Array], list[Hashable]]:
+    """The number of steps k that each leaf of `tree` skips, in order, and what leaves of one bucket have in common.
+
+    That is k where it is a number. Where it is a schedule, one program serves all k of it, so it is the schedule.
+    """
     ratios = ratios_of_leaves(config.skip_ratio, tree)
     known: dict[int, int | jax.Array] = {}
     for ratio in ratios:
         if id(ratio) not in known:
             known[id(ratio)] = num_steps_of(ratio_at(ratio, count), num_workers)
-    return [known[id(ratios[i])] for i in indices]
+    is_number = [not callable(ratio) and not isinstance(ratio, Tracer) for ratio in ratios]
+    steps = [known[id(ratio)] for ratio in ratios]
+    keys: list[Hashable] = [
+        k if number else ("schedule", id(ratio)) for k, number, ratio in zip(steps, is_number, ratios, strict=True)
+    ]
+    return steps, keys
 
 
 def _shifts(config: Config, count: jax.Array, ring: Ring, steps: Sequence[int | jax.Array]) -> list[Any]:

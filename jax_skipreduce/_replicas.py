@@ -31,7 +31,8 @@ def check_replicas(tree: Any, axis_name: AxisName, what: str = "replicas") -> No
     Each worker works out a fingerprint of 32 bits of each leaf; they are gathered and compared. If a leaf
     differs, the chance that this is not noticed is 2**-32.
 
-    Bytes on the wire per worker: (N-1) * 4 * (number of leaves), one `lax.all_gather`. It reads each leaf once.
+    Bytes on the wire per worker: (N-1) * 4 * (number of leaves), one `lax.all_gather` (and one more where other mesh
+    axes are manual). It reads each leaf once. All mesh axes have to be manual.
 
     Args:
       tree: pytree of arrays: what each worker holds. Those of another dtype than float, integer, bool and PRNG
@@ -40,7 +41,7 @@ def check_replicas(tree: Any, axis_name: AxisName, what: str = "replicas") -> No
       what: what the error calls them.
 
     Raises:
-      ValueError: an axis is not bound (when traced).
+      ValueError: an axis is not bound, or another one is not manual (when traced).
       jax.errors.JaxRuntimeError: leaves differ; it names them, and the workers that are not with the majority. It
         comes out where the results of the program are waited for, on all workers, in a bounded time.
 
@@ -65,7 +66,13 @@ def check_replicas_when(condition: bool | jax.Array, tree: Any, axis_name: AxisN
     if not leaves or ring.size == 1:
         return
 
-    manual = jax.sharding.get_abstract_mesh().manual_axes
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = mesh.manual_axes
+    if manual and (auto := [name for name in mesh.axis_names if name not in manual and mesh.shape[name] > 1]):
+        raise ValueError(
+            f"replicas (check_replicas, check_every) cannot be compared here: the mesh axes {auto} are not manual, and "
+            "JAX calls back from fully manual programs alone. Give jax.shard_map all axes, or use mesh= (pjit programs)"
+        )
     others = tuple(name for name in manual if name not in ring.names)
 
     def complain(condition: np.ndarray, tables: np.ndarray) -> None:
@@ -115,6 +122,8 @@ def _words(x: jax.Array) -> jax.Array:
     """The bits of `x` as uint32; wide ones as several, on a new last dimension."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
+    if x.dtype.name in ("int2", "uint2", "int4", "uint4"):
+        x = x.astype(jnp.int8)
     if x.dtype == bool or x.dtype.itemsize < 4:
         if x.dtype != bool:
             x = lax.bitcast_convert_type(x, jnp.uint8 if x.dtype.itemsize == 1 else jnp.uint16)

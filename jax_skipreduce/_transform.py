@@ -84,7 +84,7 @@ def skipreduce(
         recompilation (what it gives is checked at some steps when the step is traced, and clamped at
         all others). k is rounded half to even: half of 3 workers are 2, a quarter of 2 are none. For
         ratios by layer: a pytree of such numbers and schedules (or a prefix), or a function of (path, leaf)
-        that gives one. Leaves of one k share buckets; where k differs, more of them are sent.
+        that gives one. Leaves of one k, or of one and the same schedule, share buckets; else more are sent.
       mode: ``"random"`` moves the skipped slices every step. ``"static"`` does not: it biases
         training as soon as workers see different data. ``"dropout"`` (Algorithm 1, at random shifts)
         skips single elements with probability k/N, except for the first worker of each slice, and
@@ -107,7 +107,8 @@ def skipreduce(
         slow ones, where steps are skipped and N is counted; then gathered over the fast ones. 16-bit floats
         are added up in float32 there, too.
       check_every: in every step that is a multiple of this, parameters are compared over the workers, and an error
-        names worker and leaf if they differ (`check_replicas`). None: never. With it, `update` needs `params`.
+        names worker and leaf if they differ (`check_replicas`). None: never. With it, `update` needs `params`,
+        and all mesh axes have to be manual (or `mesh` given).
       mesh: for pjit programs: the mesh. `update` then needs `params`.
       param_specs: the `PartitionSpec` of each parameter (a pytree, or a prefix of it) over axes that
         are not manual: with `mesh`, or in a `shard_map` over some of the axes. Shards are then reduced
@@ -163,7 +164,7 @@ def skipreduce(
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, SkipReduceState]:
-        check_configuration(config, updates)
+        check_configuration(config, mesh, updates)
         if config.check_every:
             _sharded.check_parameters(config, mesh, param_specs, params, state.count)
         if mesh is None:

@@ -696,3 +696,24 @@ def test_the_code_of_the_page_trains(page_code):
     before = names["whole_loss"](params, batch)
     trained = fsdp_join(names["zero_step"](fsdp_cut(params, 8), batch, 0), names["shapes"])
     assert names["whole_loss"](trained, batch) < before
+
+
+def test_a_step_that_is_known_under_set_mesh():
+    mesh = data_mesh(4)
+
+    def gather(shard, step):
+        return fsdp_gather(shard, "data", skip_weights=1, step=step, seed=3)
+
+    def run(step):
+        with jax.set_mesh(mesh):
+            return jax.jit(jax.shard_map(lambda x: gather(x, step)[None], in_specs=P("data"), out_specs=P("data")))(
+                jax.device_put(normal((16, 3)), jax.NamedSharding(mesh, P("data")))
+            )
+
+    np.testing.assert_array_equal(run(5), run(jnp.int32(5)))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, True, 0.5])
+def test_seeds_are_32_bits(seed):
+    with pytest.raises(ValueError, match="seed="):
+        jax.vmap(lambda x: fsdp_gather(x, "data", step=1, seed=seed), axis_name="data")(jnp.ones((4, 2)))

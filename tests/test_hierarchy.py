@@ -96,7 +96,7 @@ def test_what_is_sent():
     part, piece = num_elements // 2, num_elements // 8
     assert sent == sorted(
         [
-            ("reduce-scatter", f"f32[1,{part}]"),
+            ("collective-permute", f"f32[{part}]"),  # the fast axis, around a ring of two
             ("collective-permute", f"f32[{piece}]"),
             ("all-gather", f"f32[4,{piece}]"),
             ("all-gather", f"f32[2,{part}]"),

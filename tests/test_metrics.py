@@ -59,3 +59,11 @@ def test_mistakes():
         jax.jit(lambda state: sr.metrics(state, PARAMS, 8, reduction))(reduction.init(PARAMS))
     with pytest.raises(TypeError, match="tx is a GradientTransformation"):
         sr.metrics(reduction.init(PARAMS), PARAMS, 8, optax.adam(1.0))
+
+
+def test_where_nothing_is_skipped():
+    for settings in ({"protect": True}, {"mode": "dropout"}):
+        reduction = sr.skipreduce("data", 0.5, **settings)
+        found = sr.metrics(reduction.init(PARAMS), PARAMS, 8, reduction)
+        assert (found["skipreduce/num_skipped"], found["skipreduce/skip_ratio"]) == (0, 0.0)
+        assert found["skipreduce/bytes_saved"] == 0

@@ -111,3 +111,17 @@ def test_wrong_ratios_when_traced(ratios, error, message):
     tx = sr.skipreduce("data", ratios, min_size=1)
     with pytest.raises(error, match=message):
         replicated_step(update(tx), 4)(grads)
+
+
+def test_one_schedule_is_one_bucket_and_many_are_many():
+    grads = {name: normal((8, 80)) for name in "abcd"}
+    params = {name: jnp.zeros(80) for name in "abcd"}
+    shared = optax.linear_schedule(0.0, 0.5, 10)
+    for ratios, num_buckets in (
+        (lambda path, leaf: shared, 1),
+        (lambda path, leaf: optax.linear_schedule(0.0, 0.5, 10), 4),
+    ):
+        tx = sr.skipreduce("data", ratios, min_size=1)
+        text = replicated_step(update(tx, 0), 8).lower(grads).compile().as_text()
+        assert sum(operation == "all-gather" for _, operation in collectives(text)) == num_buckets
+        assert sr.describe(params, 8, tx).num_buckets == num_buckets

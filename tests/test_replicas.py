@@ -34,6 +34,7 @@ TREE = {
     "bytes": jnp.arange(5, dtype=jnp.uint8),
     "complex": jnp.ones(3, jnp.complex64),
     "nothing": jnp.zeros(0),
+    "nibbles": jnp.arange(-3, 4, dtype=jnp.int4),
 }
 
 
@@ -53,7 +54,7 @@ def test_names_worker_and_leaf(runner):
     jax.block_until_ready(each_worker(runner, check, 4)(equal_rows(TREE)))
 
 
-@pytest.mark.parametrize("name", ["half", "count", "mask", "bytes", "complex"])
+@pytest.mark.parametrize("name", ["half", "count", "mask", "bytes", "complex", "nibbles"])
 def test_every_dtype(name):
     rows = equal_rows(TREE)
     row = np.array(rows[name][3])
@@ -156,3 +157,17 @@ def test_mistakes():
         jax.vmap(lambda g: tx.update(g, sr.SkipReduceState(jnp.int32(0)))[0], axis_name="data")(jnp.ones((2, 4)))
     with pytest.raises(ValueError, match="no axis 'batch' is bound"):
         jax.vmap(lambda x: sr.check_replicas(x, "batch"), axis_name="data")(jnp.ones(2))
+
+
+def test_a_mesh_axis_that_is_not_manual():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    tx = sr.skipreduce("data", 0.5, check_every=1)
+
+    def step(x):
+        return tx.update(x[0], sr.SkipReduceState(jnp.int32(0)), x[0])[0]
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"})
+    with pytest.raises(
+        ValueError, match=r"check_every\) cannot be compared here: the mesh axes \['model'\] are not manual"
+    ):
+        jax.jit(mapped)(jnp.ones((4, 2000)))

@@ -3,6 +3,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -12,18 +13,31 @@ namespace {
 class Threads {
  public:
   void Run(std::function<void()> task) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    tasks_.push_back(std::move(task));
-    // A thread that waits takes one task, so there have to be as many of them.
-    if (tasks_.size() > waiting_) {
-      ++waiting_;
-      std::thread([this] { Loop(); }).detach();
-    } else {
-      wake_.notify_one();
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      // A thread that waits takes one task, so there have to be as many of them.
+      if (tasks_.size() < waiting_ || Start()) {
+        tasks_.push_back(std::move(task));
+        wake_.notify_one();
+        return;
+      }
     }
+    // No more threads are to be had. Late is better than never: this may wait for who waits for this.
+    task();
   }
 
  private:
+  // Adds a thread, which counts as waiting from now on. Whether there is one.
+  bool Start() {
+    try {
+      std::thread([this] { Loop(); }).detach();
+    } catch (const std::system_error&) {
+      return false;
+    }
+    ++waiting_;
+    return true;
+  }
+
   void Loop() {
     for (bool is_new = true;; is_new = false) {
       std::function<void()> task;

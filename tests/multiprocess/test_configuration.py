@@ -7,10 +7,15 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
-from jax_skipreduce._configuration import fingerprint, first_difference
+from jax_skipreduce import _configuration
+from jax_skipreduce._configuration import _is_of_all_processes, fingerprint, first_difference
 from jax_skipreduce._reduction import Config
 from tests.multiprocess.test_gloo import free_port
 
@@ -19,7 +24,7 @@ ROOT = Path(__file__).parent.parent.parent
 DIFFERENCES = {
     "seed": r"seed is",
     "ratio": r"gradient 'w' is float32\[2000\], skipped, skip_ratio",
-    "schedule": r"gradient 'w' is float32\[2000\], skipped, skip_ratio \[0.0, ",
+    "schedule": r"gradient 'w' is float32\[2000\], skipped, skip_ratio 0, ",
     "protect": r"gradient 'w' is float32\[2000\], (skipped|protected)",
     "tree": r"gradient 'w' is float32\[(2000|3000)\]",
 }
@@ -82,3 +87,41 @@ def test_fingerprints():
         "seed is 0 on the first and none on the second"
     )
     assert first_difference({}, {"more": "1"}) == "more is none on the first and 1 on the second"
+
+
+@pytest.mark.parametrize("ratio", [optax.linear_schedule(0.0, 0.5, 10), lambda count: jnp.where(count < 3, 0.0, 0.5)])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_schedules_are_looked_at_inside_of_any_mesh(ratio, axis_type):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    found = []
+
+    def step(x):
+        found.append(fingerprint(Config("data", ratio), {"w": x}))
+        return x
+
+    with jax.set_mesh(mesh):
+        jax.jit(jax.shard_map(step, in_specs=P(), out_specs=P()))(jnp.zeros(2000))
+    assert found == [fingerprint(Config("data", ratio), {"w": jnp.zeros(2000)})]
+
+
+def test_who_is_compared(monkeypatch):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    config = Config("data", 0.5)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(_configuration, "_store", object)
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    assert _is_of_all_processes(config, mesh)
+    seen = []
+
+    def step(x):
+        seen.append(_is_of_all_processes(config, None))
+        return x
+
+    jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())(jnp.zeros(3))
+    jax.vmap(step, axis_name="data")(jnp.zeros(3))
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())(jnp.zeros(4))
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    monkeypatch.setenv("SKIPREDUCE_CHECK_CONFIGURATION", "0")
+    jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())(jnp.zeros(5))
+    assert seen == [True, False, False, False]

@@ -328,6 +328,58 @@ def test_derivatives(runner):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6), run("xla"), run("native"))
 
 
+def _scanned(f):
+    return lambda x: lax.scan(lambda carry, _: (f(carry), None), x, None, length=2)[0]
+
+
+NESTED = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": _scanned,
+    "cond": lambda f: lambda x: lax.cond(True, f, lambda x: x, x),
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("how", NESTED)
+@pytest.mark.parametrize("backend", ["auto", "native"])
+def test_derivatives_of_inner_functions(how, check_vma, backend, monkeypatch):
+    monkeypatch.setenv("SKIPREDUCE_BACKEND", "auto")
+
+    def gradient(backend):
+        def local(x):
+            def inner(x):
+                mean = sr.all_reduce(x, "data", num_skipped=1, shift=2, backend=backend)
+                return jnp.sin(mean) + 0 * x
+
+            return jax.grad(lambda x: (NESTED[how](inner)(x) ** 2).sum())(x[0])[None]
+
+        return jax.jit(
+            jax.shard_map(local, mesh=data_mesh(4), in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
+        )(normal((4, 21)))
+
+    np.testing.assert_allclose(gradient(backend), gradient("xla"), rtol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["auto", "native"])
+def test_a_shift_that_varies_over_another_axis(backend, monkeypatch):
+    monkeypatch.setenv("SKIPREDUCE_BACKEND", "auto")
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    x = normal((2, 8))
+
+    def run(backend, out_specs):
+        def local(x):
+            mean = sr.all_reduce(x[0], "data", num_skipped=1, shift=lax.axis_index("model"), backend=backend)
+            return mean if out_specs == P() else mean[None]
+
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=out_specs))(x)
+
+    assert bits(run(backend, P("model"))) == bits(run("xla", P("model")))
+    with pytest.raises(ValueError, match="out_specs"):
+        run(backend, P())
+
+
 def test_vmap_over_another_axis():
     x = normal((4, 3, 50))
 

@@ -148,3 +148,11 @@ def test_a_library_of_another_version(monkeypatch):
         assert "is of another version of this package: install it again" in str(_ffi._reason_not_loaded())
     finally:
         _ffi._reason_not_loaded.cache_clear()
+
+
+@pytest.mark.parametrize("platform", ["tpu"])
+def test_where_there_are_no_kernels_native_is_an_error(monkeypatch, platform):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    message = f"backend='native': there are no kernels for JAX's default backend here, {platform}"
+    with pytest.raises(ValueError, match=message):
+        lowered(reduce(), data_mesh(4), (P("data"), P()), normal((4, 8)), jnp.int32(0))
