@@ -63,7 +63,7 @@ def bound_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
 def outside_of_the_trace(function: Callable[[], Any]) -> Any:
     """``function()``, which computes with numbers that are known, where nothing of the surrounding trace is seen.
 
-    In a thread of its own: `jax.ensure_compile_time_eval` leaves the mesh of a surrounding shard_map, and guards, as is.
+    In a thread of its own: `jax.ensure_compile_time_eval` leaves the mesh and the guards of what surrounds it.
     """
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(function).result()

@@ -141,11 +141,11 @@ def steps_of_leaves(
     for ratio in ratios:
         if id(ratio) not in known:
             known[id(ratio)] = num_steps_of(ratio_at(ratio, count), num_workers)
-    is_number = [not callable(ratio) and not isinstance(ratio, Tracer) for ratio in ratios]
     steps = [known[id(ratio)] for ratio in ratios]
-    keys: list[Hashable] = [
-        k if number else ("schedule", id(ratio)) for k, number, ratio in zip(steps, is_number, ratios, strict=True)
-    ]
+    keys: list[Hashable] = []
+    for k, ratio in zip(steps, ratios, strict=True):
+        is_number = not callable(ratio) and not isinstance(ratio, Tracer)
+        keys.append(k if is_number else ("schedule", id(ratio)))
     return steps, keys
 
 
