@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -131,7 +131,7 @@ def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -
 
 def steps_of_leaves(
     config: Config, tree: Any, num_workers: int, count: Any
-) -> tuple[list[int | jax.Array], list[Hashable]]:
+) -> tuple[list[int | jax.Array], list[Any]]:
     """The number of steps k that each leaf of `tree` skips, in order, and what leaves of one bucket have in common.
 
     That is k where it is a number. Where it is a schedule, one program serves all k of it, so it is the schedule.
@@ -142,7 +142,7 @@ def steps_of_leaves(
         if id(ratio) not in known:
             known[id(ratio)] = num_steps_of(ratio_at(ratio, count), num_workers)
     steps = [known[id(ratio)] for ratio in ratios]
-    keys: list[Hashable] = []
+    keys: list[Any] = []
     for k, ratio in zip(steps, ratios, strict=True):
         is_number = not callable(ratio) and not isinstance(ratio, Tracer)
         keys.append(k if is_number else ("schedule", id(ratio)))
