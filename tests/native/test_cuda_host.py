@@ -114,7 +114,7 @@ def test_no_library(built, tmp_path):
 
 def test_streams_are_ordered(tmp_path):
     """What one stream writes and another reads is ordered by events, in the eyes of ThreadSanitizer."""
-    flags = [*FLAGS, "-g", "-fsanitize=thread"]
+    flags = [*FLAGS, "-O0", "-g", "-fsanitize=thread"]
     probe = tmp_path / "probe.cc"
     probe.write_text("int main() {}")
     command = ["g++", "-fsanitize=thread", probe, "-o", tmp_path / "probe"]
