@@ -129,9 +129,7 @@ def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -
     return jax.tree.unflatten(treedef, reduced)
 
 
-def steps_of_leaves(
-    config: Config, tree: Any, num_workers: int, count: Any
-) -> tuple[list[int | jax.Array], list[Any]]:
+def steps_of_leaves(config: Config, tree: Any, num_workers: int, count: Any) -> tuple[list[int | jax.Array], list[Any]]:
     """The number of steps k that each leaf of `tree` skips, in order, and what leaves of one bucket have in common.
 
     That is k where it is a number. Where it is a schedule, one program serves all k of it, so it is the schedule.
