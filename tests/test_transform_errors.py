@@ -96,7 +96,7 @@ def test_a_ratio_that_is_injected():
     reduced, state = run(grads, state)
     assert {bin(int(value * 8)).count("1") for value in reduced["w"]} == {6}
     careless = optax.inject_hyperparams(sr.skipreduce)("data", skip_ratio=0.5)
-    with pytest.raises(TypeError, match=r"min_size is traced.*name it in static_args"):
+    with pytest.raises(TypeError, match=r"min_size is an array.*name it in static_args"):
         replicated_step(lambda g: careless.update(g, careless.init({"w": jnp.zeros(8)}))[0], 8)(grads)
 
 

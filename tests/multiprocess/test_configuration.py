@@ -77,7 +77,7 @@ def test_the_same_settings_are_fine():
 def test_fingerprints():
     grads = {"w": jnp.zeros(2000), "b": jnp.zeros(3)}
     one = fingerprint(Config("data", lambda count: 0.5), grads)
-    assert "gradient 'w' is float32[2000], skipped, skip_ratio 0.5, 0.5," in str(
+    assert "gradient 'b' is float32[3], small, skip_ratio 0.5, 0.5," in str(
         first_difference(one, fingerprint(Config("data", 0.25), grads))
     )
     assert "gradient 'w' is float32[2000], skipped" in str(
