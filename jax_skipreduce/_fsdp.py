@@ -185,14 +185,13 @@ def fsdp_gather(
     """
     ring = Ring.of(axis_name, wire_dtype)
     check_normalize(normalize, allow_none=True)
-    static: dict[str, int] = {}
-    traced: dict[str, jax.Array] = {}
-    for name, value in (
-        ("skip_weights", num_steps_skipped("skip_weights", skip_weights, ring)),
-        ("skip_grads", num_steps_skipped("skip_grads", skip_grads, ring)),
-        ("order", _pick_order(step, seed, ring, num_orders)),
-    ):
-        (static if isinstance(value, int) else traced)[name] = value  # type: ignore[index]
+    numbers = {
+        "skip_weights": num_steps_skipped("skip_weights", skip_weights, ring),
+        "skip_grads": num_steps_skipped("skip_grads", skip_grads, ring),
+        "order": _pick_order(step, seed, ring, num_orders),
+    }
+    static = {name: value for name, value in numbers.items() if isinstance(value, int)}
+    traced = {name: value for name, value in numbers.items() if not isinstance(value, int)}
     how = _How(ring.names, normalize, align, ring.wire_dtype, num_orders, tuple(static.items()))
 
     leaves, structure = jax.tree.flatten(shard)

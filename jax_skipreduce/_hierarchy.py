@@ -41,7 +41,7 @@ def reduce_hierarchically(
         everybody = dataclasses.replace(ring.over(fast), rank=lax.axis_index(fast))
         return reduce_slices([joined], everybody, 0, -1, None, "skip", None)
 
-    # On CPUs around a ring of our own: between processes psum_scatter goes over Gloo, where it was seen to fail.
+    # On CPUs around a ring of our own: between processes psum_scatter goes over Gloo, where it was reported wrong.
     part = lax.platform_dependent(joined, cpu=by_ring, default=lambda joined: lax.psum_scatter(joined, fast))
     # Divided at once: float16 has no room for sums of many.
     part = (part / num_parts).astype(dtype)

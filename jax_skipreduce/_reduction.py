@@ -110,7 +110,7 @@ def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -
     buckets = make_buckets(leaves, groups, config.bucket_bytes)
     of_buckets = [num_steps_skipped("skip_ratio", steps[bucket[0]], ring) for bucket in buckets]
     shifts = _shifts(config, count, ring, of_buckets)
-    keys = _shift.step_keys(config.seed, count, len(buckets)) if config.is_dropout else None
+    masks = _shift.step_keys(config.seed, count, len(buckets)) if config.is_dropout else None
     for number, bucket in enumerate(buckets):
         means = reduce_hierarchically(
             [leaves[i] for i in bucket],
@@ -120,7 +120,7 @@ def reduce_gradients(config: Config, ring: Ring, grads: Any, count: jax.Array) -
             shift=shifts[number],
             normalize=config.normalize,
             mode="dropout" if config.is_dropout else "skip",
-            key=None if keys is None else keys[number],
+            key=None if masks is None else masks[number],
             backend=config.backend,
             in_place=True,  # gradients: what comes next takes their mean
         )

@@ -49,7 +49,7 @@ def test_buckets_are_no_smaller_than_they_need_to_be(leaves):
     assert len(buckets) == len({leaf.dtype for leaf in leaves})
 
 
-@settings(max_examples=12)
+@settings(max_examples=25)
 @given(leaf_lists().filter(bool), st.integers(1, 5))
 def test_a_bucket_is_its_leaves_reduced_one_by_one(leaves, num_workers):
     leaves = [leaf for leaf in leaves if leaf.dtype == leaves[0].dtype and leaf.size]

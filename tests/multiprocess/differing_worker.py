@@ -25,6 +25,8 @@ def main() -> None:
     differs = rank == 1
     settings = {
         "seed": {"seed": 7 if differs else 0},
+        "ratio": {"skip_ratio": 0.0 if differs else 0.5},
+        "schedule": {"skip_ratio": lambda count: jnp.where(count < (5 if differs else 10), 0.0, 0.5)},
     }.get(what, {})
     size = 3000 if what == "tree" and differs else 2000
     tx = sr.skipreduce("data", **{"skip_ratio": 0.5, **settings})

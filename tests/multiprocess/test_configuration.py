@@ -23,6 +23,8 @@ ROOT = Path(__file__).parent.parent.parent
 
 DIFFERENCES = {
     "seed": r"seed is",
+    "ratio": r"gradient 'w' is float32\[2000\], skipped, skip_ratio 0",
+    "schedule": r"gradient 'w' is float32\[2000\], skipped, skip_ratio 0, ",
     "tree": r"gradient 'w' is float32\[(2000|3000)\]",
 }
 

@@ -21,7 +21,7 @@ def free_port() -> int:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_processes", [3])
+@pytest.mark.parametrize("num_processes", [2, 3])
 def test_processes_give_the_bits_of_one_process(num_processes, tmp_path):
     port = free_port()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}

@@ -77,8 +77,9 @@ def test_flags_order_all_accesses_of_different_workers(tmp_path):
     run_on_cpu(tmp_path, "float32", "bfloat16", "-g", "-fsanitize=thread")
 
 
-def test_every_access_is_inside_its_array_and_aligned(tmp_path):
-    run_on_cpu(tmp_path, "float32", "bfloat16", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+@pytest.mark.parametrize(("array", "wire"), FEW_DTYPES)
+def test_every_access_is_inside_its_array_and_aligned(tmp_path, array, wire):
+    run_on_cpu(tmp_path, array, wire, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 class Nvrtc:
