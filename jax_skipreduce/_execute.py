@@ -67,9 +67,13 @@ class Ring:
         """`x`, typed as differing between workers."""
         return _axes.make_varying(x, self.names) if self.tracked else x
 
-    def send(self, x: jax.Array) -> jax.Array:
-        """Passes `x` on to the next worker, returns what came from the previous one."""
-        pairs = [(rank, _ring.next_rank(rank, self.size)) for rank in range(self.size)]
+    def send(self, x: jax.Array, order: np.ndarray | None = None) -> jax.Array:
+        """Passes `x` on to the next worker, returns what came from the previous one.
+
+        `order` names all ranks, each after the one that it receives from. None: 0, 1, .., N-1.
+        """
+        ranks = list(range(self.size)) if order is None else order.tolist()
+        pairs = [(rank, ranks[_ring.next_rank(place, self.size)]) for place, rank in enumerate(ranks)]
         return self._move(lambda y: lax.ppermute(y, self.names, pairs), x)
 
     def gather(self, x: jax.Array) -> jax.Array:

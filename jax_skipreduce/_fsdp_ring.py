@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_skipreduce import _wire
 from jax_skipreduce._execute import Ring, accumulator, loop
 
 
@@ -57,7 +56,7 @@ def gather(
     """
     if isinstance(skipped, int) and skipped == 0:
         return ring.local(ring.gather(own))
-    return _any_order(_gather_in_order, ring, orders, order, skipped, _wire.round_to(own, _sent_as(own, ring)))
+    return _any_order(_gather_in_order, ring, orders, order, skipped, ring.round(own))
 
 
 def scatter(
@@ -97,24 +96,13 @@ def _places(order: np.ndarray, ring: Ring) -> tuple[jax.Array, Callable[[Any], j
     return place, lambda place: workers[place % ring.size]
 
 
-def _sent_as(x: jax.Array, ring: Ring) -> np.dtype:
-    # One worker sends nothing, so it has nothing to round.
-    return _wire.sent_dtype(x.dtype, ring.wire_dtype) if ring.size > 1 else x.dtype
-
-
-def _send(x: jax.Array, ring: Ring, sources: np.ndarray, targets: np.ndarray) -> jax.Array:
-    pairs = [(int(source), int(target)) for source, target in zip(sources, targets, strict=True)]
-    sent = x.astype(_sent_as(x, ring))
-    return _wire.in_own_dtype(lambda y: lax.ppermute(y, ring.names, pairs), sent).astype(x.dtype)
-
-
 def _gather_in_order(ring: Ring, order: np.ndarray, skipped: int | jax.Array, own: jax.Array) -> jax.Array:
     """The all-gather without its last steps, each worker sending to the one after it in `order`."""
     place, worker_at = _places(order, ring)
 
     def step(number: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         rows, passing = carry
-        passing = _send(passing, ring, order, np.roll(order, -1))
+        passing = ring.send(passing, order)
         return lax.dynamic_update_index_in_dim(rows, passing, worker_at(place - number - 1), axis=0), passing
 
     empty = jnp.zeros((ring.size, *own.shape), own.dtype)
@@ -136,7 +124,7 @@ def _scatter_in_order(ring: Ring, order: np.ndarray, skipped: int | jax.Array, r
         return lax.dynamic_index_in_dim(rows, index, axis=0, keepdims=False).astype(wide)
 
     def step(number: Any, total: jax.Array) -> jax.Array:
-        received = _send(total.astype(rows.dtype), ring, order, np.roll(order, 1))
+        received = ring.send(total.astype(rows.dtype), order[::-1])
         return received.astype(wide) + own(number + 1)
 
     return loop(skipped, ring.size - 1, step, own(skipped))

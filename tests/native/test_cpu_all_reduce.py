@@ -1,6 +1,7 @@
 """The custom call between the CPU devices of one process: the bits of the ring, whatever the program around it."""
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -35,6 +36,11 @@ pytestmark = pytest.mark.native
 TARGET = _ffi._CPU_TARGET
 
 RUNNERS = ("shard_map", "shard_map_unchecked")
+# Of the array, and on the wire.
+DTYPES = (
+    *((jnp.float32, None), (jnp.float32, "bfloat16"), (jnp.float32, "float16"), (jnp.bfloat16, None)),
+    *((jnp.float16, None), (jnp.float16, "bfloat16"), (jnp.bfloat16, "float32")),
+)
 
 
 def both_ways(function, num_workers, runner="shard_map"):
@@ -68,10 +74,7 @@ def test_contributors_are_those_of_the_paper(num_workers):
 @pytest.mark.parametrize(
     ("runner", "normalize", "dtype", "wire_dtype"),
     [
-        *((runner, normalize, jnp.float32, None) for runner in RUNNERS for normalize in ("skip", "drop", None)),
-        *(("shard_map", "drop", jnp.float32, wire_dtype) for wire_dtype in ("bfloat16", "float16", "float32")),
-        *(("shard_map", "drop", jnp.bfloat16, wire_dtype) for wire_dtype in (None, "float32")),
-        *(("shard_map", "drop", jnp.float16, wire_dtype) for wire_dtype in (None, "bfloat16")),
+        *((*how, *dtypes) for how in itertools.product(RUNNERS, ("skip", "drop", None)) for dtypes in DTYPES),
         ("pmap", "drop", jnp.float32, "bfloat16"),  # compiles in every call, so once
     ],
 )
