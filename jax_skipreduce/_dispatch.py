@@ -158,20 +158,19 @@ def _reasons_against(
     backend: Backend,
 ) -> dict[str, str | None]:
     """Why the kernels cannot do a reduction, by platform. None where they can."""
-    reason = _reason_against(dtype, sent, ring, mode, num_gather_skipped)
+    reason = _reason_against(ring, mode, num_gather_skipped)
     if reason is not None:
         return {"cpu": reason, "cuda": reason}
     asked = backend == "native"
     reasons: dict[str, str | None] = {
-        "cpu": _ffi.reason_against_cpu(),
+        "cpu": _ffi.reason_against_dtype(dtype, sent, "cpu") or _ffi.reason_against_cpu(),
         # On GPUs the kernels have to be asked for: they have not yet been run on one.
-        "cuda": _ffi.reason_against_cuda() if asked else "not asked for",
+        "cuda": _ffi.reason_against_dtype(dtype, sent, "cuda") or _ffi.reason_against_cuda()
+        if asked
+        else "not asked for",
     }
-    if reasons["cuda"] is None:
-        if not isinstance(num_skipped, int):
-            reasons["cuda"] = "k is traced (a schedule), and there it is part of the compiled call"
-        elif jnp.dtype(dtype) == jnp.float64:
-            reasons["cuda"] = "float64 is not among float32, bfloat16, float16"
+    if reasons["cuda"] is None and not isinstance(num_skipped, int):
+        reasons["cuda"] = "k is traced (a schedule), and there it is part of the compiled call"
     # Asked for where it will run, and not there: said now, and not where the program is lowered.
     here = jax.default_backend()
     if here not in ("cpu", "gpu"):
@@ -181,8 +180,8 @@ def _reasons_against(
     return reasons
 
 
-def _reason_against(dtype: Any, sent: Any, ring: Ring, mode: Mode, num_gather_skipped: int | jax.Array) -> str | None:
-    """Why the kernels cannot do a reduction, on any platform. None if they can."""
+def _reason_against(ring: Ring, mode: Mode, num_gather_skipped: int | jax.Array) -> str | None:
+    """Why no kernels can do a reduction, on any platform. None if some can."""
     mesh = jax.sharding.get_abstract_mesh()
     if any(name not in mesh.manual_axes for name in ring.names):
         return f"the workers of axis {ring.names} are simulated (jax.vmap), they are no devices"
@@ -195,7 +194,7 @@ def _reason_against(dtype: Any, sent: Any, ring: Ring, mode: Mode, num_gather_sk
         return "mode='dropout' is for comparison, by lax.ppermute alone"
     if not isinstance(num_gather_skipped, int) or num_gather_skipped:
         return "num_gather_skipped is for comparison, by lax.ppermute alone"
-    return _ffi.reason_against_dtype(dtype, sent)
+    return None
 
 
 def _groups(ring: Ring) -> np.ndarray:

@@ -49,7 +49,7 @@ class NativeInfo:
       cuda: why NVIDIA GPUs are not served by it; None if they may be, by ``backend="native"``.
       cuda_libraries: what was found of NVIDIA's libraries: version and path, or why not, by name.
       backend: what ``backend="auto"`` means here: ``"auto"``, or what SKIPREDUCE_BACKEND says.
-      time_limit: seconds that a collective waits for a worker that does not come.
+      timeout: seconds that a collective waits for a worker that does not come.
     """
 
     library: str | None
@@ -57,7 +57,7 @@ class NativeInfo:
     cuda: str | None
     cuda_libraries: dict[str, str]
     backend: Backend
-    time_limit: float
+    timeout: float
 
     def __str__(self) -> str:
         def served(reason: str | None, how: str) -> str:
@@ -70,7 +70,7 @@ class NativeInfo:
                 f"cuda            {served(self.cuda, 'by backend=native alone: it has not yet been run on a GPU')}",
                 *(f"  {name:<14}{found}" for name, found in self.cuda_libraries.items()),
                 f"backend=auto    {self.backend}",
-                f"time limit      {self.time_limit:g} s",
+                f"timeout         {self.timeout:g} s",
             )
         )
 
@@ -95,7 +95,7 @@ def native_info() -> NativeInfo:
       cpu             ...
       cuda            ...
       backend=auto    ...
-      time limit      ... s
+      timeout         ... s
     """
     return NativeInfo(
         library=None if (path := _library_path()) is None else str(path),
@@ -103,7 +103,7 @@ def native_info() -> NativeInfo:
         cuda=reason_against_cuda(),
         cuda_libraries={} if _reason_not_loaded() else _cuda_libraries(),
         backend=chosen_backend("auto"),
-        time_limit=time_limit(),
+        timeout=timeout(),
     )
 
 
@@ -124,7 +124,7 @@ def chosen_backend(backend: Backend) -> Backend:
     return value
 
 
-def time_limit() -> float:
+def timeout() -> float:
     """Seconds that a collective waits for a worker, from the environment variable SKIPREDUCE_TIMEOUT."""
     text = os.environ.get("SKIPREDUCE_TIMEOUT", "120")
     try:
@@ -136,11 +136,12 @@ def time_limit() -> float:
     return seconds
 
 
-def reason_against_dtype(dtype: Any, wire_dtype: Any) -> str | None:
-    """Why arrays of `dtype`, sent as `wire_dtype`, are not for the kernels. None if they are."""
+def reason_against_dtype(dtype: Any, wire_dtype: Any, platform: str) -> str | None:
+    """Why arrays of `dtype`, sent as `wire_dtype`, are not for the kernels of `platform`. None if they are."""
     name = jnp.dtype(dtype).name
-    if name not in _TYPE_NUMBERS:
-        return f"{name} is not among {', '.join(_TYPE_NUMBERS)}"
+    served = [name for name in _TYPE_NUMBERS if platform == "cpu" or name != "float64"]
+    if name not in served:
+        return f"{name} is not among {', '.join(served)}"
     if name == "float64" and jnp.dtype(wire_dtype) != jnp.dtype(dtype):
         return "float64 is not sent as anything else"
     return None
@@ -314,7 +315,7 @@ def all_reduce_cpu(
 
 
 def _time_limit_ms() -> np.int64:
-    return np.int64(max(1, round(1e3 * time_limit())))
+    return np.int64(max(1, round(1e3 * timeout())))
 
 
 def all_reduce_cuda(
