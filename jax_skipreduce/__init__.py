@@ -8,23 +8,23 @@ tx = optax.chain(sr.skipreduce("data", skip_ratio=0.5), optax.adam(1e-3))
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jax_skipreduce._collectives import all_gather, all_reduce, reduce_scatter
-from jax_skipreduce._deadline import time_limit
-from jax_skipreduce._describe import Description, LeafDescription, describe
-from jax_skipreduce._ffi import NativeInfo, native_info
-from jax_skipreduce._fsdp import fsdp_cut, fsdp_gather, fsdp_join
-from jax_skipreduce._importance import importance
-from jax_skipreduce._importance_average import ImportanceState, track_importance
-from jax_skipreduce._importance_choice import LeafImportance, Protection, choose_protected
-from jax_skipreduce._importance_tracker import ImportanceTracker
-from jax_skipreduce._local import local_params, local_value_and_grad
-from jax_skipreduce._metrics import metrics
-from jax_skipreduce._replicas import check_replicas
-from jax_skipreduce._selection import by_path
-from jax_skipreduce._transform import SkipReduceState, skipreduce
+from jax_skipreduce._backends.ffi import NativeInfo, native_info
+from jax_skipreduce._checks.deadline import time_limit
+from jax_skipreduce._checks.replicas import check_replicas
+from jax_skipreduce._collectives.arrays import all_gather, all_reduce, reduce_scatter
+from jax_skipreduce._forecast.describe import Description, LeafDescription, describe
+from jax_skipreduce._forecast.metrics import metrics
+from jax_skipreduce._fsdp.gather import fsdp_cut, fsdp_gather, fsdp_join
+from jax_skipreduce._gradients.local import local_params, local_value_and_grad
+from jax_skipreduce._gradients.selection import by_path
+from jax_skipreduce._importance.average import ImportanceState, track_importance
+from jax_skipreduce._importance.choice import LeafImportance, Protection, choose_protected
+from jax_skipreduce._importance.importance import importance
+from jax_skipreduce._importance.tracker import ImportanceTracker
+from jax_skipreduce._transform.skipreduce import SkipReduceState, skipreduce
 
 if TYPE_CHECKING:
-    from jax_skipreduce import netlab
+    from jax_skipreduce.programs import netlab
 
 __version__ = "0.1.0"
 
@@ -62,5 +62,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Where it is used, because it is for Linux alone.
     if name == "netlab":
-        return importlib.import_module("jax_skipreduce.netlab")
+        return importlib.import_module("jax_skipreduce.programs.netlab")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,10 +13,10 @@ def make_app() -> Any:
     """The typer app with all subcommands."""
     import typer
 
-    from jax_skipreduce.bench._command import bench
-    from jax_skipreduce.demo._command import demo
-    from jax_skipreduce.netlab._command import lab
-    from jax_skipreduce.tta._command import tta
+    from jax_skipreduce.programs.bench._command import bench
+    from jax_skipreduce.programs.demo._command import demo
+    from jax_skipreduce.programs.netlab._command import lab
+    from jax_skipreduce.programs.tta._command import tta
 
     app = typer.Typer(no_args_is_help=True, add_completion=False)
 

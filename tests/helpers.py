@@ -9,8 +9,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_skipreduce import SkipReduceState, _reference
-from jax_skipreduce._ring import ring_schedule
+from jax_skipreduce import SkipReduceState
+from jax_skipreduce._topologies import reference as _reference
+from jax_skipreduce._topologies.ring import ring_schedule
 
 # Every way in which the library is run inside one process.
 RUNNERS = ("shard_map", "shard_map_unchecked", "vmap", "pmap")

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_skipreduce as sr
-from jax_skipreduce import _buckets, _execute
-from jax_skipreduce._dispatch import reduce_arrays
-from jax_skipreduce._execute import Ring, from_block, to_block
+from jax_skipreduce._backends import ppermute as _execute
+from jax_skipreduce._backends.choice import reduce_arrays
+from jax_skipreduce._backends.ppermute import Ring, from_block, to_block
+from jax_skipreduce._gradients import buckets as _buckets
 from tests.helpers import bits, collectives, count_collectives, each_worker, normal, replicated_step
 
 shapes = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), max_size=6)

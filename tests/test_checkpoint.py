@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce._ratio import num_steps_of
+from jax_skipreduce._gradients.ratio import num_steps_of
 from tests.helpers import bits, data_mesh
 from tests.multiprocess.test_gloo import free_port
 

@@ -5,7 +5,7 @@ import os
 import pytest
 import typer
 
-from jax_skipreduce import _cli
+from jax_skipreduce.programs.common import cli as _cli
 
 
 def test_a_file_that_can_be_written(tmp_path):

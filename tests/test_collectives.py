@@ -7,8 +7,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce import _execute
-from jax_skipreduce._ring import owned_slice
+from jax_skipreduce._backends import ppermute as _execute
+from jax_skipreduce._topologies.ring import owned_slice
 from tests.helpers import (
     RUNNERS,
     bits,

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from jax_skipreduce._deadline import time_limit
+from jax_skipreduce._checks.deadline import time_limit
 
 
 def run(body: str, **settings) -> subprocess.CompletedProcess[str]:
@@ -23,7 +23,7 @@ def run(body: str, **settings) -> subprocess.CompletedProcess[str]:
     deadline._OTHERS_S = 0
     time_limit = deadline.time_limit
     """
-    code = textwrap.dedent(prelude).replace("PATH", repr(sys.modules["jax_skipreduce._deadline"].__file__))
+    code = textwrap.dedent(prelude).replace("PATH", repr(sys.modules["jax_skipreduce._checks.deadline"].__file__))
     settings = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 60, **settings}
     return subprocess.run([sys.executable, "-c", code + textwrap.dedent(body)], **settings)
 

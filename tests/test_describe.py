@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce._ring import ring_schedule
+from jax_skipreduce._topologies.ring import ring_schedule
 from tests.helpers import collectives, each_worker, powers_of_two, replicated_step
 
 PARAMS = {

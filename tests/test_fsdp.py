@@ -12,8 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce._fsdp import fsdp_cut, fsdp_gather, fsdp_join
-from jax_skipreduce._fsdp_ring import ring_orders
+from jax_skipreduce._fsdp.gather import fsdp_cut, fsdp_gather, fsdp_join
+from jax_skipreduce._fsdp.ring import ring_orders
 from tests.helpers import RUNNERS, bits, collectives, count_collectives, data_mesh, each_worker, normal, powers_of_two
 
 
@@ -210,7 +210,7 @@ def test_without_alignment_gradients_of_missing_weights_are_contributed():
 def test_sums_are_those_of_the_chain_to_the_bit(order, dtype, wire_dtype, monkeypatch):
     order = ring_orders(8, 10)[order]
     # Any order, first.
-    monkeypatch.setattr("jax_skipreduce._fsdp_ring.ring_orders", lambda *_: order[None])
+    monkeypatch.setattr("jax_skipreduce._fsdp.ring.ring_orders", lambda *_: order[None])
     cotangents = normal((8, 24), jnp.dtype(dtype))
 
     def gradient(x):

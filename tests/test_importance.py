@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce import _importance
-from jax_skipreduce._importance import importance
-from jax_skipreduce._importance_average import ImportanceState, track_importance
+from jax_skipreduce._importance import importance as _importance
+from jax_skipreduce._importance.average import ImportanceState, track_importance
+from jax_skipreduce._importance.importance import importance
 from tests.helpers import RUNNERS, bits, collectives, count_collectives, data_mesh, each_worker, normal, replicated_step
 
 

@@ -14,10 +14,10 @@ import pytest
 from flax import nnx
 
 import jax_skipreduce as sr
-from jax_skipreduce._importance import importance
-from jax_skipreduce._importance_average import track_importance
-from jax_skipreduce._importance_choice import Protection, choose_protected
-from jax_skipreduce._importance_tracker import ImportanceTracker, spearman
+from jax_skipreduce._importance.average import track_importance
+from jax_skipreduce._importance.choice import Protection, choose_protected
+from jax_skipreduce._importance.importance import importance
+from jax_skipreduce._importance.tracker import ImportanceTracker, spearman
 from tests.helpers import normal
 
 # 10,000 floats: percentages are easy to see.
@@ -160,12 +160,12 @@ def test_picture(tmp_path):
 
 
 def test_picture_without_matplotlib(monkeypatch, tmp_path):
-    monkeypatch.delitem(sys.modules, "jax_skipreduce._importance_figure", raising=False)
+    monkeypatch.delitem(sys.modules, "jax_skipreduce._importance.figure", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match="the picture needs matplotlib, pip install matplotlib"):
         choose(0.8, 0.2, 0.7, 0.5).save_figure(tmp_path / "a.png")
     monkeypatch.undo()
-    importlib.import_module("jax_skipreduce._importance_figure")
+    importlib.import_module("jax_skipreduce._importance.figure")
 
 
 def test_choosing_again_costs_one_compilation():

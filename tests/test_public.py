@@ -12,37 +12,19 @@ import jax_skipreduce as sr
 
 PACKAGE = Path(sr.__file__).parent
 
-# Each module may import those before it.
-LAYERS = (
-    "_deadline",
-    "_schedule",
-    "_ring",
-    "_reference",
-    "_axes",
-    "_shift",
-    "_wire",
-    "_ffi",
-    "_execute",
-    "_dispatch",
-    "_hierarchy",
-    "_selection",
-    "_ratio",
+# Each room may import those before it.
+ROOMS = (
+    "_topologies",
+    "_workers",
+    "_backends",
     "_collectives",
-    "_buckets",
-    "_fsdp_ring",
+    "_gradients",
     "_fsdp",
-    "_local",
-    "_replicas",
-    "_reduction",
-    "_sharded",
-    "_configuration",
+    "_checks",
     "_transform",
-    "_describe",
-    "_metrics",
+    "_forecast",
     "_importance",
-    "_importance_average",
-    "_importance_choice",
-    "_importance_tracker",
+    "programs",
 )
 
 
@@ -105,31 +87,40 @@ def imported_modules(path):
     return names
 
 
+def modules_of(room):
+    return sorted((PACKAGE / room).rglob("*.py"))
+
+
+def rooms_imported(path):
+    return {
+        parts[1]
+        for name in imported_modules(path)
+        if len(parts := name.split(".")) > 2 and parts[0] == "jax_skipreduce"
+    }
+
+
 def test_imports_run_one_way():
-    assert {path.stem for path in PACKAGE.glob("_*.py")} - {
-        "__init__",
-        "__main__",
-        "_cli",
-        "_importance_figure",
-    } == set(LAYERS)
-    for number, layer in enumerate(LAYERS):
-        imported = imported_modules(PACKAGE / f"{layer}.py")
-        inside = {name.split(".")[1] for name in imported if name.startswith("jax_skipreduce.")}
-        assert inside <= set(LAYERS[:number]), layer
+    assert {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()} == set(ROOMS)
+    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py"}
+    for number, room in enumerate(ROOMS):
+        for path in modules_of(room):
+            assert rooms_imported(path) <= set(ROOMS[: number + 1]), path
 
 
 def test_schedules_know_no_jax():
-    for layer in ("_schedule", "_ring", "_reference"):
-        assert not [name for name in imported_modules(PACKAGE / f"{layer}.py") if name.split(".")[0] == "jax"]
+    for path in modules_of("_topologies"):
+        assert not [name for name in imported_modules(path) if name.split(".")[0] == "jax"], path
 
 
 def test_the_core_needs_jax_optax_and_numpy_alone():
     allowed = {"jax", "optax", "numpy", "jax_skipreduce", "__future__", *sys.stdlib_module_names}
-    for layer in LAYERS:
-        imported = {name.split(".")[0] for name in imported_modules(PACKAGE / f"{layer}.py")}
-        assert imported <= allowed, layer
+    for room in ROOMS[: ROOMS.index("programs")]:
+        for path in modules_of(room):
+            imported = {name.split(".")[0] for name in imported_modules(path)}
+            # The picture of importance is loaded where it is asked for.
+            assert imported <= allowed | ({"matplotlib"} if path.name == "figure.py" else set()), path
     extras = ("typer", "rich", "matplotlib", "sklearn", "flax")
-    extras += ("jax_skipreduce.netlab",)  # for Linux alone
+    extras += ("jax_skipreduce.programs.netlab",)  # for Linux alone
     code = f"import sys, jax_skipreduce; print([m for m in {extras} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

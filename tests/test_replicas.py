@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce._replicas import _difference, _fingerprint
+from jax_skipreduce._checks.replicas import _difference, _fingerprint
 from tests.helpers import RUNNERS, data_mesh, each_worker, normal
 
 

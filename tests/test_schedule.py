@@ -3,9 +3,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_skipreduce import _reference
-from jax_skipreduce._ring import num_wire_steps, owned_slice, owner, ring_schedule, slice_to_receive, slice_to_send
-from jax_skipreduce._schedule import Schedule, Transfer
+from jax_skipreduce._topologies import reference as _reference
+from jax_skipreduce._topologies.ring import (
+    num_wire_steps,
+    owned_slice,
+    owner,
+    ring_schedule,
+    slice_to_receive,
+    slice_to_send,
+)
+from jax_skipreduce._topologies.schedule import Schedule, Transfer
 from tests.helpers import contributors
 
 

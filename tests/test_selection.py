@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jax_skipreduce as sr
-from jax_skipreduce import _selection
-from jax_skipreduce._selection import protected_leaves
+from jax_skipreduce._gradients import selection as _selection
+from jax_skipreduce._gradients.selection import protected_leaves
 
 
 def treatments(tree, protect, min_size):

@@ -15,8 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce.netlab._plan import make_plan
-from jax_skipreduce.netlab._worker import environment
+from jax_skipreduce.programs.netlab._plan import make_plan
+from jax_skipreduce.programs.netlab._worker import environment
 from tests.helpers import bits, collectives, data_mesh, each_worker, normal, powers_of_two
 
 pytestmark = pytest.mark.promotes  # optax's wrappers do

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_skipreduce._shift import random_shifts, step_keys
+from jax_skipreduce._gradients.shift import random_shifts, step_keys
 from tests.helpers import contributors
 
 

@@ -13,7 +13,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce import _ratio, _shift
+from jax_skipreduce._gradients import ratio as _ratio
+from jax_skipreduce._gradients import shift as _shift
 from tests.helpers import (
     RUNNERS,
     bits,

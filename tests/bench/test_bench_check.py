@@ -9,11 +9,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce import _reference
-from jax_skipreduce._ring import ring_schedule
-from jax_skipreduce.bench._candidates import AXIS, Candidate, reduction
-from jax_skipreduce.bench._check import Pattern, count_wrong
-from jax_skipreduce.bench._settings import DType, Mode
+from jax_skipreduce._topologies import reference as _reference
+from jax_skipreduce._topologies.ring import ring_schedule
+from jax_skipreduce.programs.bench._candidates import AXIS, Candidate, reduction
+from jax_skipreduce.programs.bench._check import Pattern, count_wrong
+from jax_skipreduce.programs.bench._settings import DType, Mode
 from tests.helpers import collectives, data_mesh
 
 F32, BF16 = DType.FLOAT32, DType.BFLOAT16

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import jax_skipreduce as sr
 from jax_skipreduce.__main__ import make_app
-from jax_skipreduce.bench import _candidates, _measure
+from jax_skipreduce.programs.bench import _candidates, _measure
 
 SMALL = ("--workers", "4", "--sizes", "4K", "--rounds", "2", "--warmup", "0", "--skip", "0,2", "--wire", "float32")
 
@@ -55,7 +55,7 @@ def test_native_kernels_beside_the_ring(monkeypatch):
 
 
 def test_native_kernels_that_are_not_there(monkeypatch):
-    monkeypatch.setattr("jax_skipreduce._ffi.reason_against_cpu", lambda: "they are on holiday")
+    monkeypatch.setattr("jax_skipreduce._backends.ffi.reason_against_cpu", lambda: "they are on holiday")
     code, output = run("--workers", "4", "--algo", "native")
     assert code == 2
     assert "--algo" in output
@@ -187,7 +187,7 @@ def test_the_barrier_waits_for_all_workers():
 
 
 def _settings_of_one_size():
-    from jax_skipreduce.bench._settings import DType, Settings
+    from jax_skipreduce.programs.bench._settings import DType, Settings
 
     return Settings((4096,), (0,), (), (DType.FLOAT32,), DType.FLOAT32, 1, 0, True, 0)
 
@@ -225,7 +225,7 @@ def test_refuses_wrong_options(arguments, option, message):
 
 
 def test_says_how_to_go_on_with_too_many_workers_for_bfloat16(monkeypatch):
-    monkeypatch.setitem(sys.modules["jax_skipreduce.bench._check"]._EXACT_UP_TO, _measure.DType.BFLOAT16, 6)
+    monkeypatch.setitem(sys.modules["jax_skipreduce.programs.bench._check"]._EXACT_UP_TO, _measure.DType.BFLOAT16, 6)
     code, output = run("--workers", "4", "--sizes", "4K")
     words = " ".join(re.sub(r"[^\x20-\x7e]+", " ", output).split())
     assert code == 2
@@ -240,7 +240,7 @@ def test_help_loads_nothing_that_it_does_not_use():
         "try:\n"
         "    main()\n"
         "finally:\n"
-        "    print([name for name in ('matplotlib', 'jax_skipreduce.bench._measure') if name in sys.modules])"
+        "    print([name for name in ('matplotlib', 'jax_skipreduce.programs.bench._measure') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert "--sizes" in result.stdout

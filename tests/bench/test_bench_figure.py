@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from jax_skipreduce.bench import _figure, _rows
-from jax_skipreduce.bench._candidates import Candidate
-from jax_skipreduce.bench._measure import Measurement
-from jax_skipreduce.bench._settings import DType, Mode
+from jax_skipreduce.programs.bench import _figure, _rows
+from jax_skipreduce.programs.bench._candidates import Candidate
+from jax_skipreduce.programs.bench._measure import Measurement
+from jax_skipreduce.programs.bench._settings import DType, Mode
 
 F32, BF16 = DType.FLOAT32, DType.BFLOAT16
 

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from jax_skipreduce._ring import ring_schedule
-from jax_skipreduce.bench import _rows, _table
-from jax_skipreduce.bench._candidates import Candidate, make_candidates
-from jax_skipreduce.bench._measure import Measurement
-from jax_skipreduce.bench._settings import (
+from jax_skipreduce._topologies.ring import ring_schedule
+from jax_skipreduce.programs.bench import _rows, _table
+from jax_skipreduce.programs.bench._candidates import Candidate, make_candidates
+from jax_skipreduce.programs.bench._measure import Measurement
+from jax_skipreduce.programs.bench._settings import (
     DType,
     Mode,
     Settings,

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 # Process 1 expects another value in each element.
 EXPECTS_ANOTHER_SUM = """
 import jax
-from jax_skipreduce.bench import _check
+from jax_skipreduce.programs.bench import _check
 from jax_skipreduce.__main__ import main
 
 count_wrong = _check.count_wrong

@@ -5,7 +5,7 @@ import statistics
 import jax
 import pytest
 
-from jax_skipreduce.demo import _data, _settings, _training
+from jax_skipreduce.programs.demo import _data, _settings, _training
 
 pytestmark = pytest.mark.promotes
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import jax_skipreduce as sr
 from jax_skipreduce.__main__ import make_app
-from jax_skipreduce.demo import _data, _figure, _report, _settings, _training
+from jax_skipreduce.programs.demo import _data, _figure, _report, _settings, _training
 
 pytestmark = pytest.mark.promotes
 
@@ -231,7 +231,7 @@ def test_sets_up_its_own_workers(tmp_path):
 
 def test_keeps_the_number_of_devices_that_the_user_set():
     code = (
-        "import os, jax; from jax_skipreduce.demo._workers import find_workers; "
+        "import os, jax; from jax_skipreduce.programs.demo._workers import find_workers; "
         "print(len(find_workers(8)), jax.device_count(), os.environ['NPROC'])"
     )
     result = started(code, JAX_PLATFORMS="cpu", NPROC="7", XLA_FLAGS="--xla_force_host_platform_device_count=4")

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce._deadline import time_limit
+from jax_skipreduce._checks.deadline import time_limit
 
 FAULT_AT = 5  # the step in which a fault of the program's own happens
 

@@ -14,9 +14,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_skipreduce import _configuration
-from jax_skipreduce._configuration import _is_of_all_processes, fingerprint, first_difference
-from jax_skipreduce._reduction import Config
+from jax_skipreduce._transform import configuration as _configuration
+from jax_skipreduce._transform.configuration import _is_of_all_processes, fingerprint, first_difference
+from jax_skipreduce._transform.step import Config
 from tests.multiprocess.test_gloo import free_port
 
 ROOT = Path(__file__).parent.parent.parent

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce import _ffi
+from jax_skipreduce._backends import ffi as _ffi
 from tests.helpers import data_mesh, normal
 
 pytestmark = pytest.mark.native

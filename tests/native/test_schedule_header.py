@@ -2,7 +2,8 @@
 
 import pytest
 
-from jax_skipreduce import _ffi, _ring
+from jax_skipreduce._backends import ffi as _ffi
+from jax_skipreduce._topologies import ring as _ring
 from tests.helpers import contributors
 
 pytestmark = pytest.mark.native

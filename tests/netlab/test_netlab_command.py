@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from jax_skipreduce import netlab
 from jax_skipreduce.__main__ import make_app
-from jax_skipreduce.netlab import _command, _probe
+from jax_skipreduce.programs.netlab import _command, _probe
 
 
 def lab(*arguments):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from jax_skipreduce import netlab
-from jax_skipreduce.netlab import _run
+from jax_skipreduce.programs.netlab import _run
 
 pytestmark = pytest.mark.netlab
 

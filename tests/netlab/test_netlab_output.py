@@ -10,8 +10,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from jax_skipreduce.netlab._output import WorkerOutput, write
-from jax_skipreduce.netlab._signals import SignalError, held_back
+from jax_skipreduce.programs.netlab._output import WorkerOutput, write
+from jax_skipreduce.programs.netlab._signals import SignalError, held_back
 
 
 @hypothesis.given(st.binary(max_size=200), st.lists(st.integers(0, 200)))

@@ -8,10 +8,10 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from jax_skipreduce.netlab import _owner
-from jax_skipreduce.netlab._commands import Command, File, hosts, setup, teardown
-from jax_skipreduce.netlab._plan import Link, choose_congestion_control, make_plan
-from jax_skipreduce.netlab._units import format_rate, parse_duration, parse_rate
+from jax_skipreduce.programs.netlab import _owner
+from jax_skipreduce.programs.netlab._commands import Command, File, hosts, setup, teardown
+from jax_skipreduce.programs.netlab._plan import Link, choose_congestion_control, make_plan
+from jax_skipreduce.programs.netlab._units import format_rate, parse_duration, parse_rate
 
 BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 

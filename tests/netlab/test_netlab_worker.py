@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import jax_skipreduce.netlab
+import jax_skipreduce.programs.netlab
 from jax_skipreduce import netlab
-from jax_skipreduce.netlab import _worker
-from jax_skipreduce.netlab._plan import make_plan
-from jax_skipreduce.netlab._rendezvous import meet
+from jax_skipreduce.programs.netlab import _worker
+from jax_skipreduce.programs.netlab._plan import make_plan
+from jax_skipreduce.programs.netlab._rendezvous import meet
 
 LAB = {"SKIPREDUCE_LAB_COORDINATOR": "10.0.0.1:29400", "SKIPREDUCE_LAB_NUM_WORKERS": "3", "SKIPREDUCE_LAB_RANK": "2"}
 
@@ -30,7 +30,7 @@ def test_public_names():
 
 
 def test_only_the_standard_library_is_imported():
-    for path in Path(jax_skipreduce.netlab.__file__).parent.glob("*.py"):
+    for path in Path(jax_skipreduce.programs.netlab.__file__).parent.glob("*.py"):
         names = set()
         # Of the module itself: what a function imports is imported when it is called.
         for node in ast.parse(path.read_text()).body:
@@ -39,7 +39,7 @@ def test_only_the_standard_library_is_imported():
             elif isinstance(node, ast.ImportFrom):
                 names.add(".".join((node.module or "").split(".")[:2]))
         others = {name for name in names if name.split(".")[0] not in sys.stdlib_module_names}
-        assert others <= {"jax_skipreduce.netlab"} | ({"typer"} if path.stem == "_command" else set()), path
+        assert others <= {"jax_skipreduce.programs.netlab"} | ({"typer"} if path.stem == "_command" else set()), path
 
 
 def test_environment():

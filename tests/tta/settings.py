@@ -1,6 +1,6 @@
 """Settings that are small enough for a test."""
 
-from jax_skipreduce.tta._settings import Settings
+from jax_skipreduce.programs.tta._settings import Settings
 
 
 def make_settings(tmp_path, **changes):

@@ -11,8 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from jax_skipreduce import netlab
-from jax_skipreduce.tta import _settings
-from jax_skipreduce.tta._command import tta
+from jax_skipreduce.programs.tta import _settings
+from jax_skipreduce.programs.tta._command import tta
 
 pytestmark = pytest.mark.promotes
 
@@ -75,12 +75,9 @@ def test_quick_on_text_without_a_lab():
 @pytest.mark.netlab
 @pytest.mark.skipif(netlab.unavailable() is not None, reason=str(netlab.unavailable()))
 def test_quick_in_a_lab():
-    code = (
-        "import sys, typer; from jax_skipreduce.tta._command import tta; app = typer.Typer(); app.command()(tta); app()"
-    )
     # As from a shell: without the devices of this process.
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_", "PYTEST_"))}
-    command = [sys.executable, "-c", code, *QUICK, "--rate", "500mbit"]
+    command = [sys.executable, "-m", "jax_skipreduce", "tta", *QUICK, "--rate", "500mbit"]
     result = subprocess.run(command, env=inherited | {"COLUMNS": "200"}, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
     measurement = check_results(" ".join(result.stdout.split()), "vgg-500mbit")
@@ -147,7 +144,7 @@ def test_workers_that_fail(monkeypatch):
     ((command, options),) = calls
     assert options == {"num_workers": 4, "rate": "1gbit"}
     settings = _settings.Settings.from_json(command[-1])
-    assert command[:3] == [sys.executable, "-m", "jax_skipreduce.tta"]
+    assert command[:3] == [sys.executable, "-m", "jax_skipreduce.programs.tta"]
     assert (settings.rate, settings.methods) == ("1gbit", ("psum", "skip-50", "skip-50-bf16"))
 
 

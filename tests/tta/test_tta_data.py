@@ -6,8 +6,8 @@ import struct
 import numpy as np
 import pytest
 
-from jax_skipreduce.tta import _images, _novels, _text, _workloads
-from jax_skipreduce.tta._images import Examples
+from jax_skipreduce.programs.tta import _images, _novels, _text, _workloads
+from jax_skipreduce.programs.tta._images import Examples
 from tests.tta.novels import write_index, write_novels
 from tests.tta.settings import make_settings
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce.tta import _methods
+from jax_skipreduce.programs.tta import _methods
 
 pytestmark = pytest.mark.promotes
 

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from jax_skipreduce.tta import _records
-from jax_skipreduce.tta._records import Evaluation, Run, Timings
-from jax_skipreduce.tta._settings import Settings
+from jax_skipreduce.programs.tta import _records
+from jax_skipreduce.programs.tta._records import Evaluation, Run, Timings
+from jax_skipreduce.programs.tta._settings import Settings
 from tests.tta.settings import make_settings
 
 RUN = Run("psum", 0, 1, (0.5, 0.25), (Evaluation(2, 0.75, 0.5, 1.5, 2.0),), "00aa", "00bb", "00cc")

@@ -7,9 +7,9 @@ import json
 import pytest
 from rich.console import Console
 
-from jax_skipreduce.tta import _figures, _records, _report, _results
-from jax_skipreduce.tta._breakdown import break_down
-from jax_skipreduce.tta._records import Evaluation, Measurement, Run, Timings
+from jax_skipreduce.programs.tta import _figures, _records, _report, _results
+from jax_skipreduce.programs.tta._breakdown import break_down
+from jax_skipreduce.programs.tta._records import Evaluation, Measurement, Run, Timings
 from tests.tta.settings import make_settings
 
 

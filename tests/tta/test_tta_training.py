@@ -10,10 +10,10 @@ import optax
 import pytest
 from jax import lax
 
-from jax_skipreduce.tta import _breakdown, _campaign, _methods, _records, _workloads
-from jax_skipreduce.tta._cluster import AXIS, Cluster
-from jax_skipreduce.tta._training import Trainer
-from jax_skipreduce.tta._vgg import VGG
+from jax_skipreduce.programs.tta import _breakdown, _campaign, _methods, _records, _workloads
+from jax_skipreduce.programs.tta._cluster import AXIS, Cluster
+from jax_skipreduce.programs.tta._training import Trainer
+from jax_skipreduce.programs.tta._vgg import VGG
 from tests.tta.settings import make_settings
 
 pytestmark = pytest.mark.promotes
@@ -234,7 +234,7 @@ def test_the_order_of_methods_changes_with_the_seed():
 
 def test_no_rank_is_needed_for_a_scalar():
     # The sum of a number is how programs ask for the number of workers: no stand-in may change that.
-    from jax_skipreduce.tta._stand_ins import nothing_on_the_wire
+    from jax_skipreduce.programs.tta._stand_ins import nothing_on_the_wire
 
     def count(x):
         return x * lax.psum(1, AXIS)

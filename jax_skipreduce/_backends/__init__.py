@@ -1,0 +1,1 @@
+"""Backends: how a reduction runs. By `lax.ppermute` anywhere, or by a native kernel where there is one."""

@@ -1,0 +1,1 @@
+"""Checks: replicas that drift, and steps that hang."""

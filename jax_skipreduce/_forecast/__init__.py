@@ -1,0 +1,1 @@
+"""Forecast: what a run will do, in numbers, before and while it runs."""

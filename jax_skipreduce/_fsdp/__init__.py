@@ -1,0 +1,1 @@
+"""FSDP: weights that are sharded over the data axis."""

@@ -1,0 +1,130 @@
+"""An all-gather and a reduce-scatter around one ring, which goes through the workers in any of several orders.
+
+What `fsdp_gather` is made of. Worker r owns slice r, in every order. The all-gather sends to the next worker on the
+ring, the reduce-scatter to the one before; each leaves out as many steps as it is told, traced or known.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_skipreduce._backends.ppermute import Ring, accumulator, loop
+
+
+def ring_orders(num_workers: int, num_orders: int) -> np.ndarray:
+    """Orders in which a ring goes through the workers, int32 of shape (M, N) with 1 <= M <= `num_orders`.
+
+    Row m names the workers one after the other; rows 2i and 2i + 1 are one ring, both ways; row 0 is 0..N-1. The
+    worker at place p lacks the slices of the workers at places p+1..p+k, so orders should spread distances on the ring.
+
+    They are the strides modulo the first prime p that is N or more, without the numbers that are no ranks. There are
+    p-1. If N is prime, then with all of them each worker is d places after each other one in exactly one order, for
+    every d: any worker lacks any slice in k of N-1 orders. For other N they are nearly even. Strides modulo N itself
+    would keep some apart (of 8, ranks that differ by 4 are 4 places apart in all four orders: at k=4 they never meet).
+    """
+    if num_workers <= 2:
+        return np.arange(num_workers, dtype=np.int32)[None]
+    prime = num_workers
+    while not all(prime % divisor for divisor in range(2, prime)):
+        prime += 1
+    orders: list[np.ndarray] = []
+    for stride in range(1, (prime + 1) // 2):
+        forward = np.arange(prime) * stride % prime
+        forward = forward[forward < num_workers]
+        orders += [forward, forward[::-1]]
+    return np.stack(orders[:num_orders]).astype(np.int32)
+
+
+def gather(
+    ring: Ring, orders: np.ndarray, order: int | jax.Array, skipped: int | jax.Array, own: jax.Array
+) -> jax.Array:
+    """The slices of all workers, shape (N, S), without the last `skipped` steps; zeros for what did not arrive.
+
+    Args:
+      ring: the workers.
+      orders: see `ring_orders`.
+      order: which of them, an int or a traced one.
+      skipped: k, an int or a traced one.
+      own: this worker's slice, shape (S,).
+    """
+    if isinstance(skipped, int) and skipped == 0:
+        return ring.local(ring.gather(own))
+    return _any_order(_gather_in_order, ring, orders, order, skipped, ring.round(own))
+
+
+def scatter(
+    ring: Ring, orders: np.ndarray, order: int | jax.Array, skipped: int | jax.Array, rows: jax.Array
+) -> jax.Array:
+    """This worker's slice of the sum of `rows`, shape (N, S), without the first `skipped` steps.
+
+    In float32 for the 16-bit floats, else in the dtype given.
+    """
+    # If all workers contribute, no order is better than the first.
+    order = 0 if isinstance(skipped, int) and skipped == 0 else order
+    return _any_order(_scatter_in_order, ring, orders, order, skipped, ring.local(rows))
+
+
+def _any_order(
+    run: Callable[..., jax.Array],
+    ring: Ring,
+    orders: np.ndarray,
+    order: int | jax.Array,
+    skipped: int | jax.Array,
+    x: jax.Array,
+) -> jax.Array:
+    """``run(ring, its order, skipped, x)`` with the order of that number."""
+    if isinstance(skipped, int) and skipped == ring.size - 1:
+        order = 0  # Nothing is sent.
+    if isinstance(order, int):
+        return run(ring, orders[order], skipped, x)
+    # The pairs of a ppermute are part of the program, so each order has a branch of its own.
+    branches = [functools.partial(run, ring, one, skipped) for one in orders]
+    return lax.switch(order, branches, x)
+
+
+def _places(order: np.ndarray, ring: Ring) -> tuple[jax.Array, Callable[[Any], jax.Array]]:
+    """This worker's place on the ring; and a function of a place -> the worker there."""
+    workers = jnp.asarray(order)
+    place = jnp.asarray(np.argsort(order).astype(np.int32))[ring.rank]
+    return place, lambda place: workers[place % ring.size]
+
+
+def _gather_in_order(ring: Ring, order: np.ndarray, skipped: int | jax.Array, own: jax.Array) -> jax.Array:
+    """The all-gather without its last steps, each worker sending to the one after it in `order`."""
+    place, worker_at = _places(order, ring)
+
+    def step(number: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        rows, passing = carry
+        passing = ring.send(passing, order)
+        return lax.dynamic_update_index_in_dim(rows, passing, worker_at(place - number - 1), axis=0), passing
+
+    empty = jnp.zeros((ring.size, *own.shape), own.dtype)
+    rows = lax.dynamic_update_index_in_dim(empty, own, ring.rank, axis=0)
+    return loop(0, ring.size - 1 - skipped, step, (rows, own))[0]
+
+
+def _scatter_in_order(ring: Ring, order: np.ndarray, skipped: int | jax.Array, rows: jax.Array) -> jax.Array:
+    """The reduce-scatter without its first steps, each worker sending to the one before it in `order`.
+
+    In step s of k..N-2 each worker receives what is there so far of the slice N-2-s places before it, and adds its own.
+    Sums, as they are added up: in float32 for the 16-bit floats.
+    """
+    place, worker_at = _places(order, ring)
+    wide = accumulator(rows.dtype)
+
+    def own(number: Any) -> jax.Array:
+        index = worker_at(place - (ring.size - 1 - number))
+        return lax.dynamic_index_in_dim(rows, index, axis=0, keepdims=False).astype(wide)
+
+    def step(number: Any, total: jax.Array) -> jax.Array:
+        received = ring.send(total.astype(rows.dtype), order[::-1])
+        return received.astype(wide) + own(number + 1)
+
+    return loop(skipped, ring.size - 1, step, own(skipped))

@@ -1,0 +1,1 @@
+"""Importance: which gradients hold the largest elements, and which leaves to protect for it."""

@@ -1,0 +1,1 @@
+"""Topologies: who sends which slice to whom, step by step. Plain data, without JAX."""

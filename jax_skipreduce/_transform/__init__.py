@@ -1,0 +1,1 @@
+"""Transform: what every compressor shares as an optax transformation: settings, one step, pjit programs, state."""

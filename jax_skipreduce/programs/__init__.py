@@ -1,0 +1,1 @@
+"""Programs: the subcommands of `skipreduce`, and what they share."""

@@ -1,0 +1,62 @@
+"""What the numbers depend on, and the JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+import jax_skipreduce
+from jax_skipreduce.programs.bench._rows import Row
+from jax_skipreduce.programs.bench._settings import Settings
+
+
+def machine(devices: Sequence[Any]) -> dict[str, Any]:
+    """This process's machine, its devices and versions."""
+    return {
+        "num_workers": len(devices),
+        "num_processes": jax.process_count(),
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "versions": {
+            "jax_skipreduce": jax_skipreduce.__version__,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.version.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def command_line() -> str:
+    """How this process was called."""
+    return shlex.join(["skipreduce", *sys.argv[1:]])
+
+
+def as_json(settings: Settings, machine: dict[str, Any], rows: Sequence[Row], with_times: bool) -> dict[str, Any]:
+    """All that was measured, and what it depends on."""
+    return {
+        "command": command_line(),
+        "machine": machine,
+        "settings": dataclasses.asdict(settings),
+        "rows": [row.as_json(with_times) for row in rows],
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -1,0 +1,11 @@
+"""`skipreduce lab`: runs a command as N workers in network namespaces, over links that are limited.
+
+Linux and root only. Nothing but the standard library is imported here; JAX comes in with `initialize`.
+"""
+
+from jax_skipreduce.programs.netlab._commands import LabError
+from jax_skipreduce.programs.netlab._probe import unavailable
+from jax_skipreduce.programs.netlab._run import run
+from jax_skipreduce.programs.netlab._worker import initialize, is_worker
+
+__all__ = ["LabError", "initialize", "is_worker", "run", "unavailable"]
