@@ -64,13 +64,6 @@ ElementType TypeOf(ffi::DataType type) {
   }
 }
 
-ffi::Future Failed(ffi::Error error) {
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  promise.SetError(std::move(error));
-  return future;
-}
-
 // The sums of one collective, done by several threads.
 struct Work {
   Work(Reduction reduction, std::vector<Arrival> arrivals)
@@ -99,29 +92,29 @@ struct Work {
 ffi::Future Execute(CpuState* state, ffi::RunId run, ffi::ThreadPool pool, ffi::BufferR0<ffi::S32> rank,
                     ffi::BufferR0<ffi::S32> group, ffi::BufferR0<ffi::S32> num_skipped, ffi::BufferR0<ffi::S32> shift,
                     ffi::RemainingArgs inputs, ffi::RemainingRets outputs) {
-  if (inputs.size() == 0 || inputs.size() != outputs.size()) {
-    return Failed(ffi::Error::InvalidArgument("skipreduce: expected as many results as arrays, at least one"));
-  }
-  const int own_rank = *rank.typed_data();
-  const int k = *num_skipped.typed_data();
-  if (own_rank < 0 || own_rank >= state->num_workers || k < 0 || k >= state->num_workers) {
-    return Failed(ffi::Error::InvalidArgument("skipreduce: rank " + std::to_string(own_rank) + " skips " +
-                                              std::to_string(k) + " steps of " + std::to_string(state->num_workers) +
-                                              " workers"));
-  }
+  const int own_rank = *rank.typed_data(), k = *num_skipped.typed_data();
   ReductionSettings settings{state->num_workers, k, *shift.typed_data(), state->divide, {}, state->wire, {}};
-  Arrival arrival{own_rank, settings.num_skipped, settings.shift, {}, {}, {}};
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
+  Arrival arrival{own_rank, k, settings.shift, {}, {}, {}};
+  // Who is refused comes all the same, so that the others learn of it and do not wait.
+  if (inputs.size() == 0 || inputs.size() != outputs.size()) {
+    arrival.refused = "skipreduce: expected as many results as arrays, at least one";
+  } else if (own_rank < 0 || own_rank >= state->num_workers || k < 0 || k >= state->num_workers) {
+    arrival.refused = "skipreduce: rank " + std::to_string(own_rank) + " skips " + std::to_string(k) + " steps of " +
+                      std::to_string(state->num_workers) + " workers";
+  }
+  for (std::size_t i = 0; i < inputs.size() && arrival.refused.empty(); ++i) {
     const auto input = inputs.get<ffi::AnyBuffer>(i);
     const auto result = outputs.get<ffi::AnyBuffer>(i);
-    if (input.has_error()) return Failed(input.error());
-    if (result.has_error()) return Failed(result.error());
-    const ffi::AnyBuffer output = *ffi::Result<ffi::AnyBuffer>(result.value());
-    const ElementType type = TypeOf(input->element_type());
+    const ElementType type = input.has_error() ? ElementType::kNone : TypeOf(input->element_type());
     if (type == ElementType::kNone || (i > 0 && type != settings.type) || input->element_count() == 0 ||
-        output.element_type() != input->element_type() || output.element_count() != input->element_count()) {
-      return Failed(ffi::Error::InvalidArgument("skipreduce: array " + std::to_string(i) +
-                                                " is of a type or size that the call does not take"));
+        result.has_error()) {
+      arrival.refused = "skipreduce: array " + std::to_string(i) + " is of a type or size that the call does not take";
+      break;
+    }
+    const ffi::AnyBuffer output = *ffi::Result<ffi::AnyBuffer>(result.value());
+    if (output.element_type() != input->element_type() || output.element_count() != input->element_count()) {
+      arrival.refused = "skipreduce: result " + std::to_string(i) + " is not of the type and size of its array";
+      break;
     }
     settings.type = type;
     arrival.sizes.push_back(static_cast<std::int64_t>(input->element_count()));

@@ -186,9 +186,13 @@ std::optional<std::vector<Arrival>> CallSite::Arrive(MeetingKey key, Arrival arr
   }
   ++meeting.num_arrived;
   const std::size_t rank = static_cast<std::size_t>(arrival.rank);
-  if (meeting.error.empty() && meeting.arrivals[rank]) {
-    meeting.error = "skipreduce: two workers came to an all-reduce as rank " + std::to_string(rank);
-    Complete(meeting.arrivals, meeting.error);
+  if (meeting.error.empty()) {
+    if (!arrival.refused.empty()) {
+      meeting.error = arrival.refused;
+    } else if (meeting.arrivals[rank]) {
+      meeting.error = "skipreduce: two workers came to an all-reduce as rank " + std::to_string(rank);
+    }
+    if (!meeting.error.empty()) Complete(meeting.arrivals, meeting.error);
   }
   if (!meeting.error.empty()) {
     RunInOwnThread([complete = std::move(arrival.complete), error = meeting.error] { complete(&error); });

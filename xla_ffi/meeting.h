@@ -20,12 +20,13 @@ using Completion = std::function<void(const std::string* error)>;
 
 // A worker that has come to a call.
 struct Arrival {
-  int rank;
+  int rank;  // in range, unless `refused`
   int num_skipped;
   int shift;
   std::vector<std::int64_t> sizes;
   std::vector<Array> arrays;
   Completion complete;
+  std::string refused = {};  // why it cannot take part, which ends the call for all; empty if it can
 };
 
 // Which call of a call site: executions of the program have each a number, and each group of workers meets by itself.
@@ -44,8 +45,8 @@ class CallSite {
   CallSite(int num_workers, std::chrono::milliseconds time_limit);
 
   // Notes that a worker has arrived. If it is the last one, and all agree, returns the arrivals by rank, which the
-  // caller then serves and completes. Completes with an error all who met where workers disagree, where one is missing
-  // when the time limit has passed since the first arrived, and whoever comes later than that.
+  // caller then serves and completes. Completes with an error all who met where one was refused, where workers disagree,
+  // where one is missing when the time limit has passed since the first arrived, and whoever comes later than that.
   std::optional<std::vector<Arrival>> Arrive(MeetingKey key, Arrival arrival);
 
   // Shared with the watchdog, which may outlive the call site. Defined in meeting.cc.

@@ -155,6 +155,20 @@ int main() {
   if (errors[0].find("the shift is 0 on rank 0 and 1 on rank 1") == std::string::npos || errors[0] != errors[1]) {
     return Fail("no error where shifts differ");
   }
+  // One that is refused: an error for all, at once and whoever comes first, and nothing is left of it.
+  CallSite refusing(2, std::chrono::milliseconds(20000));
+  for (int first = 0; first < 2; ++first) {
+    std::shared_ptr<Ended> ended[2] = {std::make_shared<Ended>(), std::make_shared<Ended>()};
+    for (int i = 0; i < 2; ++i) {
+      const bool is_refused = i == first;
+      Arrival arrival{is_refused ? 7 : 0, 0, 0, {1}, {{nullptr, nullptr}}, [one = ended[i]](const std::string* error) {
+                        one->Complete(error);
+                      }};
+      if (is_refused) arrival.refused = "no such rank";
+      if (refusing.Arrive({0, 0}, std::move(arrival))) return Fail("met with one who was refused");
+    }
+    if (ended[0]->Wait() != "no such rank" || ended[1]->Wait() != "no such rank") return Fail("a refusal was lost");
+  }
   // A call site that goes while the watchdog still has its meeting.
   {
     CallSite gone(2, std::chrono::milliseconds(20));
