@@ -159,8 +159,8 @@ def make_train_step(
                 layer,
                 "data",
                 shape=layer_shape,
-                skip_weights=num_skipped if method.weights else 0,
-                skip_grads=num_skipped if method.grads else 0,
+                num_gather_skipped=num_skipped if method.weights else 0,
+                num_skipped=num_skipped if method.grads else 0,
                 step=count * NUM_LAYERS + number,  # of each layer, others are left out
                 num_orders=num_orders,
                 normalize="drop",  # Adam remembers the size of gradients from the warm-up.

@@ -95,13 +95,13 @@ def train(num_workers: int, num_steps: int, skip_ratio: float, seed: int) -> tup
     )
     # The first layer is reduced in full all the time: it is small, and it sees the data.
     # "drop", because with a ratio that changes "skip" would change the size of gradients, which Adam remembers.
-    reduction = sr.skipreduce("data", schedule, normalize="drop", protect=sr.by_path(r"^stem/"), seed=seed)
-    tx = optax.chain(reduction, optax.adam(3e-3))
+    reduction = sr.SkipReduce("data", schedule, normalize="drop", protect=sr.by_path(r"^stem/"), seed=seed)
+    tx = optax.chain(reduction.transform(), optax.adam(3e-3))
 
     model = Classifier()
     params = model.init(jax.random.key(seed), jnp.zeros((1, 64)))["params"]
     print(f"after {warmup_steps} steps of warm-up:")
-    print(sr.describe(params, num_workers, reduction, count=warmup_steps))
+    print(reduction.describe(params, num_workers, count=warmup_steps))
 
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
     train_step = make_train_step(mesh)

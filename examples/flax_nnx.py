@@ -82,10 +82,10 @@ def train(num_workers: int, num_steps: int, skip_ratio: float, seed: int) -> tup
     train_x, test_x, train_y, test_y = train_test_split(images, np.asarray(labels), test_size=0.2, random_state=0)
 
     model = Classifier(nnx.Rngs(seed))
-    reduction = sr.skipreduce("data", skip_ratio, seed=seed)
-    optimizer = nnx.Optimizer(model, optax.chain(reduction, optax.adam(3e-3)), wrt=nnx.Param)
+    reduction = sr.SkipReduce("data", skip_ratio, seed=seed)
+    optimizer = nnx.Optimizer(model, optax.chain(reduction.transform(), optax.adam(3e-3)), wrt=nnx.Param)
     # nnx.Optimizer hands optax plain arrays. Described as such, the paths are those that protect= gets to see.
-    print(sr.describe(nnx.to_pure_dict(nnx.state(model, nnx.Param)), num_workers, reduction))
+    print(reduction.describe(nnx.to_pure_dict(nnx.state(model, nnx.Param)), num_workers))
     train_step = make_train_step(mesh)
     rng = np.random.default_rng(seed)
     for step in range(num_steps):

@@ -58,8 +58,8 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
 
     # Nothing skipped at first, then a ramp to half. "drop" keeps the size of gradients as it is.
     ramp = optax.linear_schedule(0.0, 0.5, args.steps // 2, transition_begin=args.steps // 10)
-    reduction = sr.skipreduce("data", ramp, normalize="drop", seed=args.seed)
-    tx = optax.chain(reduction, optax.adam(3e-3))
+    reduction = sr.SkipReduce("data", ramp, normalize="drop", seed=args.seed)
+    tx = optax.chain(reduction.transform(), optax.adam(3e-3))
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data"), P("data")), out_specs=(P(), P(), P()))
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         for step in range(args.steps):
             rows = rng.choice(len(images), NUM_WORKERS * LOCAL_BATCH, replace=False)
             if step % args.log_every == 0:
-                logged = sr.metrics(opt_state, params, NUM_WORKERS, reduction)
+                logged = reduction.metrics(opt_state, params, NUM_WORKERS)
             params, opt_state, loss = train_step(params, opt_state, images[rows], labels[rows])
             if step % args.log_every == 0:
                 logged |= {"loss": float(loss)}

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_skipreduce import SkipReduceState
 from jax_skipreduce._topologies import reference as _reference
-from jax_skipreduce._topologies.ring import ring_schedule
+from jax_skipreduce._topologies.ring import RING
 
 # Every way in which the library is run inside one process.
 RUNNERS = ("shard_map", "shard_map_unchecked", "vmap", "pmap")
@@ -109,7 +109,7 @@ def by_reference(x, num_skipped, shift, num_gather_skipped=0, accumulator=None, 
     width = -(-size // num_workers)
     padded = np.zeros((num_workers, num_workers * width), x.dtype)
     padded[:, :size] = x.reshape(num_workers, -1)
-    schedule = ring_schedule(num_workers, num_skipped, shift, num_gather_skipped)
+    schedule = RING.schedule(num_workers, num_skipped, shift, num_gather_skipped)
     slices = padded.reshape(num_workers, num_workers, width)
     wire_dtype = None if wire_dtype is None else jnp.dtype(wire_dtype)
     return _reference.run(schedule, slices, accumulator, wire_dtype).reshape(num_workers, -1)[:, :size].reshape(x.shape)

@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_skipreduce as sr
-from jax_skipreduce._backends import ppermute as _execute
 from jax_skipreduce._backends.choice import reduce_arrays
-from jax_skipreduce._backends.ppermute import Ring, from_block, to_block
-from jax_skipreduce._gradients import buckets as _buckets
+from jax_skipreduce._backends.reduction import Reduction
+from jax_skipreduce._gradients.buckets import make_buckets
+from jax_skipreduce._gradients.in_full import reduce_in_full
+from jax_skipreduce._workers import blocks
+from jax_skipreduce._workers.blocks import from_block, to_block
+from jax_skipreduce._workers.group import Group
 from tests.helpers import bits, collectives, count_collectives, each_worker, normal, replicated_step
 
 shapes = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), max_size=6)
@@ -35,7 +38,7 @@ def test_cutting_in_slices_is_undone(shape, num_workers):
 @given(leaf_lists(), st.integers(1, 600))
 def test_every_leaf_is_in_one_bucket(leaves, bucket_bytes):
     indices = [i for i, leaf in enumerate(leaves) if leaf.size % 3]
-    buckets = _buckets.make_buckets(leaves, {i: leaves[i].dtype for i in indices}, bucket_bytes)
+    buckets = make_buckets(leaves, {i: leaves[i].dtype for i in indices}, bucket_bytes)
     assert sorted(i for bucket in buckets for i in bucket) == indices
     assert [bucket[0] for bucket in buckets] == sorted(bucket[0] for bucket in buckets)
     for bucket in buckets:
@@ -46,7 +49,7 @@ def test_every_leaf_is_in_one_bucket(leaves, bucket_bytes):
 
 @given(leaf_lists())
 def test_buckets_are_no_smaller_than_they_need_to_be(leaves):
-    buckets = _buckets.make_buckets(leaves, {i: leaf.dtype for i, leaf in enumerate(leaves)}, 10**9)
+    buckets = make_buckets(leaves, {i: leaf.dtype for i, leaf in enumerate(leaves)}, 10**9)
     assert len(buckets) == len({leaf.dtype for leaf in leaves})
 
 
@@ -59,10 +62,9 @@ def test_a_bucket_is_its_leaves_reduced_one_by_one(leaves, num_workers):
     values = [normal((num_workers, *leaf.shape), leaf.dtype, seed=i) for i, leaf in enumerate(leaves)]
 
     def reduce(values):
-        options = {"num_skipped": 1 % num_workers, "shift": 2, "normalize": "skip", "mode": "skip", "key": None}
-        ring = Ring.of("data")
-        together = reduce_arrays(values, ring, **options)
-        alone = [reduce_arrays([value], ring, **options)[0] for value in values]
+        reduction, group = Reduction(num_skipped=1 % num_workers, shift=2), Group.of("data")
+        together = reduce_arrays(values, group, reduction)
+        alone = [reduce_arrays([value], group, reduction)[0] for value in values]
         return together, alone
 
     together, alone = jax.vmap(reduce, axis_name="data")(values)
@@ -74,14 +76,14 @@ def test_a_bucket_is_its_leaves_reduced_one_by_one(leaves, num_workers):
 
 @pytest.mark.parametrize("least", [1, 1000, 2**40])  # all by themselves, some, none
 def test_reduction_in_full_is_pmean_in_one_call(monkeypatch, least):
-    monkeypatch.setattr(_execute, "_MIN_BYTES_LARGE", least)
+    monkeypatch.setattr(blocks, "_MIN_BYTES_LARGE", least)
     leaves = [
         *(normal((8,)), normal((8, 300)), normal((8, 4, 100), jnp.bfloat16), normal((8, 2, 3), jnp.bfloat16)),
         *(normal((8, 5)), normal((8, 2), jnp.int32), normal((8, 3)) > 0),
     ]
 
     def ours(values):
-        return _buckets.reduce_in_full(values, Ring.of("data"))
+        return reduce_in_full(values, ("data",))
 
     def theirs(values):
         return [jax.lax.pmean(value, "data") for value in values]
@@ -98,13 +100,13 @@ def test_reduction_in_full_is_pmean_in_one_call(monkeypatch, least):
 def test_short_leaves_are_one_operand():
     # Each operand is an all-reduce of its own over Gloo.
     leaves = [normal((8, 300)), normal((8, 20)), normal((8, 2**18))]
-    function = replicated_step(lambda values: _buckets.reduce_in_full(values, Ring.of("data")), 8)
+    function = replicated_step(lambda values: reduce_in_full(values, ("data",)), 8)
     ((shape, _),) = collectives(function.lower(leaves).compile().as_text())
     assert sorted(re.findall(r"f32\[\d+\]", shape)) == ["f32[262144]", "f32[320]"]
 
 
 def test_nothing_to_reduce():
-    assert replicated_step(lambda x: _buckets.reduce_in_full([], Ring.of("data")), 8)(normal((8, 1))) == []
+    assert replicated_step(lambda x: reduce_in_full([], ("data",)), 8)(normal((8, 1))) == []
 
 
 @pytest.mark.parametrize("runner", ["shard_map", "vmap"])
@@ -115,13 +117,11 @@ def test_large_leaves_are_read_where_they_lie_and_nobody_can_tell(monkeypatch, r
     leaves = [normal(size, seed=i) for i, size in enumerate(sizes)]
     results = {}
     for least in (1, 1000, 2**40):
-        monkeypatch.setattr(_execute, "_MIN_BYTES_LARGE", least)
+        monkeypatch.setattr(blocks, "_MIN_BYTES_LARGE", least)
 
         def local(leaves, k, c):
-            ring = Ring.of("data")
-            settings = {"normalize": "skip", "mode": "skip", "key": None}
             return reduce_arrays(
-                leaves, ring, num_skipped=k if num_skipped is None else num_skipped, shift=c, **settings
+                leaves, Group.of("data"), Reduction(num_skipped=k if num_skipped is None else num_skipped, shift=c)
             )
 
         results[least] = each_worker(runner, local, 8)(leaves, 6, shift)

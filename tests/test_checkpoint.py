@@ -78,7 +78,7 @@ class Run:
 
     @property
     def count(self) -> int:
-        return int(self.state[1][0].count)
+        return int(self.state[1][0].num_reductions)
 
     def bits(self) -> dict[str, bytes]:
         return {jax.tree_util.keystr(path): bits(leaf) for path, leaf in jax.tree.leaves_with_path(self.state)}
@@ -196,7 +196,7 @@ def test_two_processes_resume_to_the_same_bits(tmp_path):
     assert set(through[0]) == set(resumed[0])
     for name, value in through[0].items():
         np.testing.assert_array_equal(resumed[0][name], value, err_msg=name)
-    assert resumed[0]["[1][0].count"] == LAST
+    assert resumed[0]["[1][0].num_reductions"] == LAST
 
 
 # Saves for ever: step s holds the value s everywhere. 64 MiB, so that a save takes a while.

@@ -7,8 +7,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce._backends import ppermute as _execute
 from jax_skipreduce._topologies.ring import owned_slice
+from jax_skipreduce._workers import blocks
 from tests.helpers import (
     RUNNERS,
     bits,
@@ -154,7 +154,7 @@ def test_sixteen_bits_are_added_in_float32_and_sent_in_their_own_dtype(dtype):
 @pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
 def test_an_array_of_megabytes(num_workers, num_skipped, shift, wire_dtype):
     x = normal((num_workers, 2**18 + 5))
-    assert x[0].nbytes > _execute._MIN_BYTES_LARGE
+    assert x[0].nbytes > blocks._MIN_BYTES_LARGE
 
     def reduce(x, shift):
         return sr.all_reduce(x, "data", num_skipped=num_skipped, shift=shift, normalize=None, wire_dtype=wire_dtype)

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce._topologies.ring import ring_schedule
+from jax_skipreduce._topologies.ring import RING
 from tests.helpers import collectives, each_worker, powers_of_two, replicated_step
 
 PARAMS = {
@@ -30,8 +30,8 @@ def test_bytes_are_those_of_the_schedule(num_workers, ratio):
     leaves = by_path(description)
     k = description.num_skipped
     kernel_slice = -(-3 * 3 * 8 * 16 // num_workers) * 4
-    assert leaves["conv/kernel"].wire_bytes == ring_schedule(num_workers, k).slices_sent()[0] * kernel_slice
-    assert leaves["conv/kernel"].full_wire_bytes == ring_schedule(num_workers).slices_sent()[0] * kernel_slice
+    assert leaves["conv/kernel"].wire_bytes == RING.schedule(num_workers, k).slices_sent()[0] * kernel_slice
+    assert leaves["conv/kernel"].full_wire_bytes == RING.schedule(num_workers).slices_sent()[0] * kernel_slice
     dense_slice = -(-2100 // num_workers) * 2
     assert leaves["dense"].wire_bytes == (2 * (num_workers - 1) - k) * dense_slice
     assert leaves["conv/bias"].treatment == "small"
@@ -45,9 +45,10 @@ def test_bytes_are_those_of_the_schedule(num_workers, ratio):
 
 def test_bytes_are_those_of_the_compiled_program():
     grads = {"a": jnp.zeros((8, 65, 33)), "b": jnp.zeros((8, 1100), jnp.bfloat16), "bias": jnp.zeros((8, 7))}
-    tx = sr.skipreduce("data", 0.5)
+    method = sr.SkipReduce("data", 0.5)
+    tx = method.transform()
     run = replicated_step(lambda g: tx.update(g, tx.init(None))[0], 8)
-    description = sr.describe(jax.tree.map(lambda x: x[0], grads), 8, tx)
+    description = sr.describe(jax.tree.map(lambda x: x[0], grads), 8, method)
     sent = 0
     for shape, operation in collectives(run.lower(grads).compile().as_text()):
         if operation == "all-reduce":
@@ -75,7 +76,7 @@ def test_protect_mode_and_schedule():
     dropout = sr.describe(PARAMS, 8, skip_ratio=0.5, mode="dropout")
     assert dropout.theoretical_speedup == 1
     assert by_path(dropout)["dense"].num_skipped_elements == 2100 * 0.5 * 7 / 8
-    warm_up = sr.skipreduce("data", optax.linear_schedule(0.0, 0.5, 100))
+    warm_up = sr.SkipReduce("data", optax.linear_schedule(0.0, 0.5, 100))
     assert [sr.describe(PARAMS, 8, warm_up, count=count).num_skipped for count in (0, 50, 100)] == [0, 2, 4]
 
 
@@ -90,7 +91,7 @@ def test_shapes_are_enough_and_buckets_are_counted():
 
 def test_shards():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    tx = sr.skipreduce("data", mesh=mesh, param_specs={"w": P(None, "model"), "v": P()})
+    tx = sr.SkipReduce("data", mesh=mesh, param_specs={"w": P(None, "model"), "v": P()})
     leaves = by_path(sr.describe({"w": jnp.zeros((40, 80)), "v": jnp.zeros(4000)}, 4, tx))
     assert leaves["w"].shape == (40, 40)
     assert leaves["v"].shape == (4000,)
@@ -101,18 +102,18 @@ def test_shards_of_other_kinds():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     weights = {"w": jax.device_put(jnp.zeros((40, 80)), NamedSharding(mesh, P(None, "model"))), "v": jnp.zeros(4000)}
     # With Explicit axes, types say it.
-    description = sr.describe(weights, 4, sr.skipreduce("data", mesh=mesh))
+    description = sr.describe(weights, 4, sr.SkipReduce("data", mesh=mesh))
     assert by_path(description)["w"].shape == (40, 40)
     # Two rings: what varies over the model axis is not joined with what does not.
     assert description.num_buckets == 2
     # In a shard_map over the data axis alone, the mesh is the one that is set.
-    partial = sr.skipreduce("data", param_specs={"w": P(None, "model"), "v": P()})
-    with pytest.raises(ValueError, match=r"call describe in a context of jax.set_mesh\(mesh\)"):
+    partial = sr.SkipReduce("data", param_specs={"w": P(None, "model"), "v": P()})
+    with pytest.raises(ValueError, match=r"call this in a context of jax.set_mesh\(mesh\)"):
         sr.describe(weights, 4, partial)
     with jax.set_mesh(mesh):
         assert by_path(sr.describe(weights, 4, partial))["w"].shape == (40, 40)
-    with pytest.raises(ValueError, match="num_workers=8: the mesh of tx has 4 workers along 'data'"):
-        sr.describe(weights, 8, sr.skipreduce("data", mesh=mesh))
+    with pytest.raises(ValueError, match="num_workers=8: the mesh has 4 workers along 'data'"):
+        sr.describe(weights, 8, sr.SkipReduce("data", mesh=mesh))
 
 
 def test_table():
@@ -140,17 +141,17 @@ def test_paths_of_nnx_are_those_that_optax_sees():
 
 
 def test_wrong_arguments():
-    with pytest.raises(TypeError, match=r"num_workers=Grad.*expected an int, as in sr.describe\(params, 8, tx\)"):
+    with pytest.raises(TypeError, match=r"num_workers=Grad.*expected an int, as in sr.describe\(params, 8, method\)"):
         sr.describe(PARAMS, optax.sgd(0.1))
     with pytest.raises(ValueError, match="num_workers=0: expected at least 1"):
         sr.describe(PARAMS, 0)
-    with pytest.raises(TypeError, match="tx and skip_ratio: give the transformation or its settings"):
-        sr.describe(PARAMS, 8, sr.skipreduce("data"), skip_ratio=0.5)
-    with pytest.raises(TypeError, match=r"A chain does not know its parts"):
+    with pytest.raises(TypeError, match="method and skip_ratio: give the method or its settings"):
+        sr.describe(PARAMS, 8, sr.SkipReduce("data"), skip_ratio=0.5)
+    with pytest.raises(TypeError, match=r"does not know them, alone or in a chain"):
         sr.describe(PARAMS, 8, optax.chain(sr.skipreduce("data"), optax.sgd(0.1)))
     with pytest.raises(ValueError, match="skip_ratio=2"):
         sr.describe(PARAMS, 8, skip_ratio=2)
-    with pytest.raises(TypeError, match=r"^ratio: not a setting that describe takes"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'ratio': expected arguments of skipreduce"):
         sr.describe(PARAMS, 8, ratio=0.5)
-    with pytest.raises(TypeError, match=r"tx is a float: .*settings by keyword"):
+    with pytest.raises(TypeError, match=r"method is a float: expected settings, such as sr\.SkipReduce"):
         sr.describe(PARAMS, 8, 0.5)

@@ -61,7 +61,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 6, 8, 12])
 def test_the_slices_that_were_gathered_are_those_that_get_gradients(num_workers):
     traced = each_worker(
-        "vmap", functools.partial(gather_and_gradient, skip_weights=slot(0), skip_grads=slot(1)), num_workers
+        "vmap", functools.partial(gather_and_gradient, num_gather_skipped=slot(0), num_skipped=slot(1)), num_workers
     )
     shards, last = normal((num_workers, 1)), num_workers - 1
     known = {(0, 0), (last // 2, 0), (0, last), (last // 2, last // 2 + last % 2), (last, 0)}
@@ -72,7 +72,7 @@ def test_the_slices_that_were_gathered_are_those_that_get_gradients(num_workers)
             assert not (contributors & ~mask).any()  # no gradient of what was not there
             results = [traced(shards, weights, grads)]
             if (weights, grads) in known:
-                static = functools.partial(gather_and_gradient, skip_weights=weights, skip_grads=grads)
+                static = functools.partial(gather_and_gradient, num_gather_skipped=weights, num_skipped=grads)
                 results.append(each_worker("vmap", static, num_workers)(shards))
             for whole, gradient in results:
                 np.testing.assert_array_equal(whole, np.where(mask, np.asarray(shards)[:, 0], 0))
@@ -84,7 +84,7 @@ def test_the_slices_that_were_gathered_are_those_that_get_gradients(num_workers)
 def test_every_way_to_run_with_moving_orders(num_workers, runner):
     run = each_worker(
         runner,
-        functools.partial(gather_and_gradient, skip_weights=num_workers // 2, step=slot(0), seed=7),
+        functools.partial(gather_and_gradient, num_gather_skipped=num_workers // 2, step=slot(0), seed=7),
         num_workers,
     )
     orders = ring_orders(num_workers, 10)
@@ -102,15 +102,17 @@ def test_every_way_to_run_with_moving_orders(num_workers, runner):
 
 
 def test_a_step_that_is_known_takes_the_order_of_one_that_is_traced():
-    traced = each_worker("shard_map", lambda x, i: fsdp_gather(x, "data", skip_weights=3, step=i, seed=5), 8)
+    traced = each_worker("shard_map", lambda x, i: fsdp_gather(x, "data", num_gather_skipped=3, step=i, seed=5), 8)
     orders = set()
     for step in (0, 2, 2**31 - 1):
-        known = each_worker("shard_map", lambda x, i=step: fsdp_gather(x, "data", skip_weights=3, step=i, seed=5), 8)
+        known = each_worker(
+            "shard_map", lambda x, i=step: fsdp_gather(x, "data", num_gather_skipped=3, step=i, seed=5), 8
+        )
         assert bits(known(ones(8, 1))) == bits(traced(ones(8, 1), step))
         assert count_collectives(known, ones(8, 1)) == {"collective-permute": 4}
         orders.add(bits(known(ones(8, 1))))
     assert len(orders) > 1
-    other_seed = each_worker("shard_map", lambda x, i: fsdp_gather(x, "data", skip_weights=3, step=i, seed=6), 8)
+    other_seed = each_worker("shard_map", lambda x, i: fsdp_gather(x, "data", num_gather_skipped=3, step=i, seed=6), 8)
     assert any(bits(other_seed(ones(8, 1), i)) != bits(traced(ones(8, 1), i)) for i in range(8))
 
 
@@ -158,7 +160,7 @@ def test_dtypes_and_shapes(num_workers, dtype):
     shapes = {"a": (5, 7), "b": (), "c": (num_workers,), "d": (0, 3)}
     whole = {name: normal(shape, dtype, seed=i) for i, (name, shape) in enumerate(shapes.items())}
     shards = jax.tree.map(lambda x: x.reshape(num_workers, -1), fsdp_cut(whole, num_workers))
-    run = each_worker("shard_map", lambda shards: fsdp_gather(shards, "data", shape=shapes, skip_grads=0), num_workers)
+    run = each_worker("shard_map", lambda shards: fsdp_gather(shards, "data", shape=shapes, num_skipped=0), num_workers)
     for name, rows in run(shards).items():
         assert rows.dtype == dtype
         assert rows.shape == (num_workers, *shapes[name])
@@ -171,7 +173,7 @@ def test_leaves_of_several_dtypes_travel_apart_and_all_others_together():
     shards = {"a": ones(8, 3), "b": ones(8, 2, 2), "c": jnp.ones((8, 5), jnp.bfloat16), "d": ones(8, 1)}
 
     def run(shards):
-        whole, transpose = jax.vjp(lambda s: fsdp_gather(s, "data", skip_weights=5, normalize=None), shards)
+        whole, transpose = jax.vjp(lambda s: fsdp_gather(s, "data", num_gather_skipped=5, normalize=None), shards)
         return whole, transpose(whole)[0]
 
     jitted = each_worker("shard_map", run, 8)
@@ -190,7 +192,9 @@ def test_leaves_of_several_dtypes_travel_apart_and_all_others_together():
 def test_normalize(normalize, traced):
     skip = slot(0) if traced else 2
     run = each_worker(
-        "shard_map", functools.partial(gather_and_gradient, skip_weights=skip, skip_grads=3, normalize=normalize), 8
+        "shard_map",
+        functools.partial(gather_and_gradient, num_gather_skipped=skip, num_skipped=3, normalize=normalize),
+        8,
     )
     divisor = {"skip": 8, "drop": 5, None: 1}[normalize]
     sums = in_expected(expected_mask(NATURAL(8), 3))
@@ -199,7 +203,9 @@ def test_normalize(normalize, traced):
 
 
 def test_without_alignment_gradients_of_missing_weights_are_contributed():
-    run = each_worker("shard_map", functools.partial(gather_and_gradient, skip_weights=4, skip_grads=1, align=False), 8)
+    run = each_worker(
+        "shard_map", functools.partial(gather_and_gradient, num_gather_skipped=4, num_skipped=1, align=False), 8
+    )
     whole, gradient = run(ones(8, 1))
     np.testing.assert_array_equal(whole, expected_mask(NATURAL(8), 4))
     np.testing.assert_array_equal(np.asarray(gradient)[:, 0], in_expected(expected_mask(NATURAL(8), 1)))
@@ -216,7 +222,7 @@ def test_sums_are_those_of_the_chain_to_the_bit(order, dtype, wire_dtype, monkey
     def gradient(x):
         shard = x[:3] * 0
         return jax.vjp(
-            lambda s: fsdp_gather(s, "data", skip_grads=2, step=0, normalize=None, wire_dtype=wire_dtype), shard
+            lambda s: fsdp_gather(s, "data", num_skipped=2, step=0, normalize=None, wire_dtype=wire_dtype), shard
         )[1](x)[0]
 
     rounded = jnp.dtype(wire_dtype or dtype)
@@ -236,7 +242,7 @@ def test_half_the_bytes_with_a_wire_dtype():
     def run(x, step):
         value_and_grad = jax.value_and_grad(
             lambda x: jnp.sum(
-                fsdp_gather(x, "data", skip_weights=3, skip_grads=5, step=step, wire_dtype="bfloat16") ** 2
+                fsdp_gather(x, "data", num_gather_skipped=3, num_skipped=5, step=step, wire_dtype="bfloat16") ** 2
             )
         )
         return value_and_grad(x)[1]
@@ -245,9 +251,9 @@ def test_half_the_bytes_with_a_wire_dtype():
     sent = collectives(jitted.lower(normal((8, 100))).compile().as_text())
     assert sent == [("u16[100]{0}", "collective-permute")] * (4 + 2)
     whole = each_worker("shard_map", lambda x: fsdp_gather(x, "data", wire_dtype="bfloat16"), 8)(normal((8, 100)))
-    skipped = each_worker("shard_map", lambda x: fsdp_gather(x, "data", wire_dtype="bfloat16", skip_weights=1), 8)(
-        normal((8, 100))
-    )
+    skipped = each_worker(
+        "shard_map", lambda x: fsdp_gather(x, "data", wire_dtype="bfloat16", num_gather_skipped=1), 8
+    )(normal((8, 100)))
     rounded = np.asarray(normal((8, 100)).astype(jnp.bfloat16).astype(jnp.float32)).reshape(-1)
     np.testing.assert_array_equal(whole, np.tile(rounded, (8, 1)))  # the own slice, too
     assert set(np.unique(np.asarray(skipped)[0])) == {0, *rounded[:100], *rounded[200:]}
@@ -256,7 +262,9 @@ def test_half_the_bytes_with_a_wire_dtype():
 @pytest.mark.parametrize(("weights", "grads"), [(0, 0), (0, 4), (4, 0), (4, 4), (2, 5), (7, 7)])
 def test_the_steps_on_the_wire_are_those_that_were_not_skipped(weights, grads):
     def gradient(x):
-        return jax.grad(lambda x: jnp.sum(fsdp_gather(x, "data", skip_weights=weights, skip_grads=grads) ** 2))(x)
+        return jax.grad(lambda x: jnp.sum(fsdp_gather(x, "data", num_gather_skipped=weights, num_skipped=grads) ** 2))(
+            x
+        )
 
     counts = count_collectives(each_worker("shard_map", gradient, 8), ones(8, 10))
     scatter = 7 - max(weights, grads)
@@ -269,7 +277,7 @@ def test_the_steps_on_the_wire_are_those_that_were_not_skipped(weights, grads):
 def test_each_order_is_a_branch(num_orders):
     def gradient(x, step):
         return jax.grad(
-            lambda x: jnp.sum(fsdp_gather(x, "data", skip_weights=5, step=step, num_orders=num_orders) ** 2)
+            lambda x: jnp.sum(fsdp_gather(x, "data", num_gather_skipped=5, step=step, num_orders=num_orders) ** 2)
         )(x)
 
     counts = count_collectives(each_worker("shard_map", gradient, 8), ones(8, 10), 0)
@@ -375,7 +383,7 @@ def test_with_nothing_skipped_it_is_plain_data_parallel_training(optimizer, chec
 def test_a_warm_up_by_schedule_compiles_once_and_learns(axis_type):
     def loss(shards, batch, step):
         skip = jnp.where(step < 5, 0, 4)
-        return sharded_loss(shards, batch, step, skip_weights=skip, skip_grads=skip, normalize="drop")
+        return sharded_loss(shards, batch, step, num_gather_skipped=skip, num_skipped=skip, normalize="drop")
 
     params, batch = make_training()
     tx = optax.adam(1e-2)
@@ -400,7 +408,7 @@ def grads_of(remat, jit=True, **settings):
     params, batch = make_training()
 
     def local(shards, batch, step):
-        loss = functools.partial(sharded_loss, remat=remat, skip_weights=3, skip_grads=4, **settings)
+        loss = functools.partial(sharded_loss, remat=remat, num_gather_skipped=3, num_skipped=4, **settings)
         return jax.grad(loss)(shards, batch, step)
 
     run = jax.shard_map(local, mesh=data_mesh(8), in_specs=(SPECS, P("data"), P()), out_specs=SPECS)
@@ -426,7 +434,9 @@ def test_a_traced_count_under_checkpoint_and_scan_gives_the_bits_of_a_known_one(
 
     def local(inputs, counts, step):
         shards, batch = inputs
-        settings = {"skip_weights": 3, "skip_grads": 4} if counts is None else dict(zip(COUNTS, counts, strict=True))
+        settings = (
+            {"num_gather_skipped": 3, "num_skipped": 4} if counts is None else dict(zip(COUNTS, counts, strict=True))
+        )
         return jax.grad(functools.partial(sharded_loss, **settings))(shards, batch, step)
 
     params, batch = make_training()
@@ -445,14 +455,14 @@ def test_a_traced_count_under_checkpoint_and_scan_gives_the_bits_of_a_known_one(
             np.testing.assert_allclose(leaf, other, rtol=1e-6, atol=1e-7)
 
 
-COUNTS = ("skip_weights", "skip_grads")
+COUNTS = ("num_gather_skipped", "num_skipped")
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_differentiated_from_outside_of_shard_map(check_vma):
     """The gradient of a sum over the workers: what each of them gets is reduced in the same way."""
     gather = jax.shard_map(
-        lambda x, step: fsdp_gather(x, "data", skip_weights=2, step=step, normalize=None)[None],
+        lambda x, step: fsdp_gather(x, "data", num_gather_skipped=2, step=step, normalize=None)[None],
         mesh=data_mesh(8),
         in_specs=(P("data"), P()),
         out_specs=P("data"),
@@ -470,7 +480,7 @@ def test_two_data_axes_beside_a_model_axis(names, check_vma):
 
     def local(shard, step):
         whole, transpose = jax.vjp(
-            lambda x: fsdp_gather(x, names, skip_weights=1, step=step, normalize=None), shard.reshape(-1)
+            lambda x: fsdp_gather(x, names, num_gather_skipped=1, step=step, normalize=None), shard.reshape(-1)
         )
         rank = lax.axis_index(("pod", "data"))
         gradient = transpose(whole * 0 + (1 << rank).astype(jnp.float32))[0]
@@ -567,7 +577,7 @@ def test_zero_by_one_gather_of_all_weights():
         )
         def train_step(shards, state, batch, step):
             def loss(shards):
-                return loss_of(fsdp_gather(shards, "data", shape=shapes, skip_grads=skip, step=step), batch)
+                return loss_of(fsdp_gather(shards, "data", shape=shapes, num_skipped=skip, step=step), batch)
 
             updates, state = tx.update(jax.grad(loss)(shards), state, shards)
             return optax.apply_updates(shards, updates), state
@@ -613,9 +623,9 @@ def under(num_workers, check_vma=True, spec=None):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"skip_weights": 8}, ValueError, r"skip_weights=8: expected 0\.\.7 for 8 workers"),
-        ({"skip_grads": -1}, ValueError, r"skip_grads=-1: expected 0\.\.7"),
-        ({"skip_grads": 0.5}, TypeError, r"skip_grads=0\.5 \(float\): expected an integer"),
+        ({"num_gather_skipped": 8}, ValueError, r"num_gather_skipped=8: expected 0\.\.7 for 8 workers"),
+        ({"num_skipped": -1}, ValueError, r"num_skipped=-1: expected 0\.\.7"),
+        ({"num_skipped": 0.5}, TypeError, r"num_skipped=0\.5 \(float\): expected an integer"),
         ({"step": 1.0}, TypeError, r"step=1\.0 \(float\): expected an integer"),
         ({"num_orders": 0}, ValueError, r"num_orders=0: expected an int, at least 1"),
         ({"normalize": "mean"}, ValueError, r"normalize='mean'"),
@@ -651,14 +661,14 @@ def test_errors_that_name_the_shard():
         fsdp_join({"w": jnp.ones(3)}, {"w": (2, 2)})
 
 
-@pytest.mark.parametrize("name", ["skip_weights", "skip_grads", "step"])
+@pytest.mark.parametrize("name", ["num_gather_skipped", "num_skipped", "step"])
 def test_a_count_that_differs_between_workers(name):
     with pytest.raises(ValueError, match=f"{name} varies over data"):
         under(8)(lambda x: fsdp_gather(x, "data", **{name: lax.axis_index("data")}), jnp.ones(24))
 
 
 def test_a_traced_count_out_of_range_is_clamped():
-    run = each_worker("shard_map", lambda x, k: fsdp_gather(x, "data", skip_weights=k), 8)
+    run = each_worker("shard_map", lambda x, k: fsdp_gather(x, "data", num_gather_skipped=k), 8)
     for count, clamped in ((-3, 0), (99, 7)):
         np.testing.assert_array_equal(run(ones(8, 1), count), expected_mask(NATURAL(8), clamped))
 
@@ -702,7 +712,7 @@ def test_a_step_that_is_known_under_set_mesh():
     mesh = data_mesh(4)
 
     def gather(shard, step):
-        return fsdp_gather(shard, "data", skip_weights=1, step=step, seed=3)
+        return fsdp_gather(shard, "data", num_gather_skipped=1, step=step, seed=3)
 
     def run(step):
         with jax.set_mesh(mesh):

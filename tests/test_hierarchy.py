@@ -157,7 +157,7 @@ def test_the_bits_of_the_ring_through_the_kernels():
 
 def test_describe_counts_the_slow_axis():
     params = {"w": jnp.zeros((100, 80)), "b": jnp.zeros(10)}
-    tx = sr.skipreduce("dcn", 0.5, fast_axes="ici", mesh=mesh_of(4, 2))
+    tx = sr.SkipReduce("dcn", 0.5, fast_axes="ici", mesh=mesh_of(4, 2))
     description = sr.describe(params, 4, tx)
     # A part of 4000 elements per fast worker, four slices of it; 2 of 3 scatter steps skipped, 3 gather steps.
     assert description.leaves[1].wire_bytes == 4 * 1000 * 4
@@ -166,7 +166,7 @@ def test_describe_counts_the_slow_axis():
     assert "2 fast workers" in str(description)
     with_settings = sr.describe(params, 4, skip_ratio=0.5, fast_axes="ici", num_fast_workers=2)
     assert with_settings == description
-    with pytest.raises(ValueError, match="num_fast_workers=3: the mesh of tx has 2"):
+    with pytest.raises(ValueError, match="num_fast_workers=3: the mesh has 2"):
         sr.describe(params, 4, tx, num_fast_workers=3)
     with pytest.raises(ValueError, match=r"fast_axes=.*: how many workers .* num_fast_workers"):
         sr.describe(params, 4, skip_ratio=0.5, fast_axes="ici")

@@ -11,8 +11,8 @@ PARAMS = {"kernel": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
 
 
 def test_follow_the_schedule():
-    reduction = sr.skipreduce("data", lambda count: jnp.where(count < 10, 0.0, 0.75))
-    tx = optax.chain(optax.clip(1.0), optax.chain(reduction, optax.adam(1e-3)))
+    reduction = sr.SkipReduce("data", lambda count: jnp.where(count < 10, 0.0, 0.75))
+    tx = optax.chain(optax.clip(1.0), optax.chain(reduction.transform(), optax.adam(1e-3)))
     state = tx.init(PARAMS)
     early = sr.metrics(state, PARAMS, 8, reduction)
     state = jax.tree.map(
@@ -26,7 +26,7 @@ def test_follow_the_schedule():
         "skipreduce/step": 0,
         "skipreduce/skip_ratio": 0.0,
         "skipreduce/num_skipped": 0,
-        "skipreduce/left_out": 0.0,
+        "skipreduce/skipped_ratio": 0.0,
         "skipreduce/bytes_sent": full,
         "skipreduce/bytes_saved": 0,
         "skipreduce/theoretical_speedup": 1.0,
@@ -36,7 +36,7 @@ def test_follow_the_schedule():
         "skipreduce/step": 12,
         "skipreduce/skip_ratio": 0.75,
         "skipreduce/num_skipped": 6,
-        "skipreduce/left_out": 0.75 * 4096 / 4160,
+        "skipreduce/skipped_ratio": 0.75 * 4096 / 4160,
         "skipreduce/bytes_sent": sent,
         "skipreduce/bytes_saved": full - sent,
         "skipreduce/theoretical_speedup": full / sent,
@@ -45,25 +45,25 @@ def test_follow_the_schedule():
 
 
 def test_of_a_state_that_is_stacked_by_pmap_or_alone():
-    reduction = sr.skipreduce("data", 0.5)
+    reduction = sr.SkipReduce("data", 0.5)
     assert sr.metrics(sr.SkipReduceState(jnp.full(8, 3, jnp.int32)), PARAMS, 8, reduction)["skipreduce/step"] == 3
 
 
 def test_mistakes():
-    reduction = sr.skipreduce("data", 0.5)
+    reduction = sr.SkipReduce("data", 0.5)
     with pytest.raises(ValueError, match="opt_state holds 0 states of skipreduce"):
         sr.metrics(optax.adam(1.0).init(PARAMS), PARAMS, 8, reduction)
     with pytest.raises(ValueError, match="opt_state holds 2 states of skipreduce"):
-        sr.metrics((reduction.init(PARAMS), reduction.init(PARAMS)), PARAMS, 8, reduction)
+        sr.metrics((reduction.transform().init(PARAMS), reduction.transform().init(PARAMS)), PARAMS, 8, reduction)
     with pytest.raises(TypeError, match=r"call sr\.metrics outside of jax\.jit"):
-        jax.jit(lambda state: sr.metrics(state, PARAMS, 8, reduction))(reduction.init(PARAMS))
-    with pytest.raises(TypeError, match="tx is a GradientTransformation"):
-        sr.metrics(reduction.init(PARAMS), PARAMS, 8, optax.adam(1.0))
+        jax.jit(lambda state: sr.metrics(state, PARAMS, 8, reduction))(reduction.transform().init(PARAMS))
+    with pytest.raises(TypeError, match="method is a GradientTransformation"):
+        sr.metrics(reduction.transform().init(PARAMS), PARAMS, 8, optax.adam(1.0))
 
 
 def test_where_nothing_is_skipped():
     for settings in ({"protect": True}, {"mode": "dropout"}):
-        reduction = sr.skipreduce("data", 0.5, **settings)
-        found = sr.metrics(reduction.init(PARAMS), PARAMS, 8, reduction)
+        reduction = sr.SkipReduce("data", 0.5, **settings)
+        found = sr.metrics(reduction.transform().init(PARAMS), PARAMS, 8, reduction)
         assert (found["skipreduce/num_skipped"], found["skipreduce/skip_ratio"]) == (0, 0.0)
         assert found["skipreduce/bytes_saved"] == 0

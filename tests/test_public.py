@@ -23,6 +23,7 @@ ROOMS = (
     "_checks",
     "_transform",
     "_forecast",
+    "_compressors",
     "_importance",
     "programs",
 )
@@ -30,6 +31,7 @@ ROOMS = (
 
 def test_public_names():
     assert sorted(sr.__all__) == [
+        "CheckEveryState",
         "Description",
         "ImportanceState",
         "ImportanceTracker",
@@ -37,10 +39,12 @@ def test_public_names():
         "LeafImportance",
         "NativeInfo",
         "Protection",
+        "SkipReduce",
         "SkipReduceState",
         "all_gather",
         "all_reduce",
         "by_path",
+        "check_every",
         "check_replicas",
         "choose_protected",
         "describe",
@@ -55,6 +59,7 @@ def test_public_names():
         "netlab",
         "reduce_scatter",
         "skipreduce",
+        "state_specs",
         "time_limit",
         "track_importance",
     ]

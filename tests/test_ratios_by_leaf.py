@@ -56,7 +56,7 @@ def test_leaves_of_one_k_share_a_bucket():
     text = replicated_step(update(tx, 0), 8).lower(grads).compile().as_text()
     permutes = [shape for shape, operation in collectives(text) if operation == "collective-permute"]
     assert len(permutes) == (7 - 4) + (7 - 2)
-    description = sr.describe({name: jnp.zeros(80) for name in "abcd"}, 8, tx)
+    description = sr.describe({name: jnp.zeros(80) for name in "abcd"}, 8, sr.SkipReduce("data", ratios, min_size=1))
     assert description.num_buckets == 2
 
 
@@ -124,4 +124,4 @@ def test_one_schedule_is_one_bucket_and_many_are_many():
         tx = sr.skipreduce("data", ratios, min_size=1)
         text = replicated_step(update(tx, 0), 8).lower(grads).compile().as_text()
         assert sum(operation == "all-gather" for _, operation in collectives(text)) == num_buckets
-        assert sr.describe(params, 8, tx).num_buckets == num_buckets
+        assert sr.describe(params, 8, sr.SkipReduce("data", ratios, min_size=1)).num_buckets == num_buckets

@@ -32,7 +32,7 @@ def test_the_training_steps_train():
             params, state, *_ = names["train_step"](params, state, batch)
             losses.append(float(names["loss_fn"](params, batch)))
         assert losses[-1] < 0.95 * losses[0]
-        assert int(state[0].count) == 100
+        assert int(state[0].num_reductions) == 100
 
 
 def test_the_table_is_what_describe_prints(capsys):

@@ -119,7 +119,7 @@ def train_step(mesh, tx):
 @pytest.mark.promotes
 def test_check_every_so_many_steps():
     mesh = data_mesh(8)
-    tx = optax.chain(sr.skipreduce("data", 0.5, min_size=1, check_every=3), optax.sgd(0.1))
+    tx = optax.chain(sr.skipreduce("data", 0.5, min_size=1), optax.sgd(0.1), sr.check_every(3, "data"))
     good, bad = {"w": jnp.ones(16)}, {"w": drifting(mesh, np.ones(16, np.float32))}
     step = train_step(mesh, tx)
     batch = jnp.arange(8.0)
@@ -136,35 +136,42 @@ def test_check_every_so_many_steps():
 @pytest.mark.parametrize("specs", [None, {"w": P("model")}])
 def test_check_in_programs_without_shard_map(specs):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    tx = sr.skipreduce("data", 0.5, min_size=1, check_every=1, mesh=mesh, param_specs=specs)
-    grads = {"w": jnp.ones((4, 8, 4))}
+    tx = sr.check_every(1, "data", mesh=mesh, param_specs=specs)
+    grads = {"w": jnp.ones((8, 4))}
     value = np.ones((8, 4), np.float32)
     sharding = NamedSharding(mesh, P() if specs is None else specs["w"])
     index = sharding.addressable_devices_indices_map(value.shape)
     shards = [jax.device_put(value[index[d]] + (i == 7), d) for i, d in enumerate(mesh.devices.flat)]
     bad = {"w": jax.make_array_from_single_device_arrays(value.shape, sharding, shards)}
-    update = jax.jit(lambda grads, params: tx.update(grads, sr.SkipReduceState(jnp.int32(4)), params)[0])
+    update = jax.jit(lambda grads, params: tx.update(grads, sr.CheckEveryState(jnp.int32(4)), params)[0])
     jax.block_until_ready(update(grads, {"w": jax.device_put(value, sharding)}))
     with pytest.raises(Exception, match="parameters differ: 'w' on worker 3"):
         jax.block_until_ready(update(grads, bad))
 
 
 def test_mistakes():
-    with pytest.raises(ValueError, match=r"check_every=0: expected 1 or more"):
-        sr.skipreduce("data", check_every=0)
-    tx = sr.skipreduce("data", check_every=5)
-    with pytest.raises(ValueError, match=r"params=None: with check_every=5, call update\(grads, state, params\)"):
-        jax.vmap(lambda g: tx.update(g, sr.SkipReduceState(jnp.int32(0)))[0], axis_name="data")(jnp.ones((2, 4)))
+    with pytest.raises(ValueError, match=r"num_steps=0: expected 1 or more"):
+        sr.check_every(0, "data")
+    mesh = data_mesh(2)
+    with pytest.raises(ValueError, match=r"the mesh has no axis \['model'\]"):
+        sr.check_every(1, "model", mesh=mesh)
+    tx = sr.check_every(5, "data")
+    with pytest.raises(ValueError, match=r"params=None: with sr\.check_every\(5, \.\.\), call update"):
+        jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(jnp.ones((2, 4)))
+    with pytest.raises(ValueError, match="the step counter of check_every varies over data"):
+        each_worker("shard_map", lambda x: tx.update(x, sr.CheckEveryState(x[0].astype(int)), x)[0], 2)(
+            jnp.ones((2, 4))
+        )
     with pytest.raises(ValueError, match="no axis 'batch' is bound"):
         jax.vmap(lambda x: sr.check_replicas(x, "batch"), axis_name="data")(jnp.ones(2))
 
 
 def test_a_mesh_axis_that_is_not_manual():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    tx = sr.skipreduce("data", 0.5, check_every=1)
+    tx = sr.check_every(1, "data")
 
     def step(x):
-        return tx.update(x[0], sr.SkipReduceState(jnp.int32(0)), x[0])[0]
+        return tx.update(x[0], sr.CheckEveryState(jnp.int32(0)), x[0])[0]
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"})
     with pytest.raises(

@@ -163,7 +163,7 @@ CASES = {
     "two networks": two_networks,
     "stacked": stacked,
     "fsdp whole": gathers,
-    "fsdp skipped": functools.partial(gathers, skip_weights=2, skip_grads=3, step=3, wire_dtype="bfloat16"),
+    "fsdp skipped": functools.partial(gathers, num_gather_skipped=2, num_skipped=3, step=3, wire_dtype="bfloat16"),
 }
 
 

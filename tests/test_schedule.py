@@ -5,10 +5,9 @@ from hypothesis import strategies as st
 
 from jax_skipreduce._topologies import reference as _reference
 from jax_skipreduce._topologies.ring import (
-    num_wire_steps,
+    RING,
     owned_slice,
     owner,
-    ring_schedule,
     slice_to_receive,
     slice_to_send,
 )
@@ -31,7 +30,7 @@ def rings(draw):
 def test_ring_reduces_over_the_contributors_of_the_paper(ring):
     num_workers, num_skipped, shift, _ = ring
     slices = np.repeat(2 ** np.arange(num_workers), num_workers).reshape(num_workers, num_workers)
-    result = _reference.run(ring_schedule(num_workers, num_skipped, shift), slices)
+    result = _reference.run(RING.schedule(num_workers, num_skipped, shift), slices)
     for j in range(num_workers):
         expected = sum(2**r for r in contributors(j, num_workers, num_skipped, shift))
         assert (result[:, j] == expected).all()
@@ -40,8 +39,8 @@ def test_ring_reduces_over_the_contributors_of_the_paper(ring):
 @given(rings())
 def test_ring_sends_one_slice_per_worker_and_step(ring):
     num_workers, num_skipped, shift, num_gather_skipped = ring
-    schedule = ring_schedule(num_workers, num_skipped, shift, num_gather_skipped)
-    steps = num_wire_steps(num_workers, num_skipped, num_gather_skipped)
+    schedule = RING.schedule(num_workers, num_skipped, shift, num_gather_skipped)
+    steps = RING.num_steps(num_workers, num_skipped, num_gather_skipped)
     assert len(schedule.steps) == steps == 2 * (num_workers - 1) - num_skipped - num_gather_skipped
     assert schedule.slices_sent() == (steps,) * num_workers
     for step in schedule.steps:
@@ -69,7 +68,7 @@ def test_arithmetic_is_that_of_arrays():
 def test_skipped_gather_steps_leave_out_the_next_workers():
     num_workers, num_gather_skipped = 5, 2
     slices = np.ones((num_workers, num_workers))
-    result = _reference.run(ring_schedule(num_workers, 0, 0, num_gather_skipped), slices)
+    result = _reference.run(RING.schedule(num_workers, 0, 0, num_gather_skipped), slices)
     for rank in range(num_workers):
         incomplete = {j for j in range(num_workers) if result[rank, j] != num_workers}
         assert incomplete == {owned_slice(rank + i, 0, num_workers) for i in (1, 2)}
@@ -100,9 +99,9 @@ def test_a_slice_is_not_written_twice_in_a_step():
 )
 def test_a_ring_is_checked(arguments, message):
     with pytest.raises(ValueError, match=message):
-        ring_schedule(*arguments)
+        RING.schedule(*arguments)
 
 
 def test_the_reference_checks_its_input():
     with pytest.raises(ValueError, match=r"slices.shape=\(3, 2\)"):
-        _reference.run(ring_schedule(3), np.zeros((3, 2)))
+        _reference.run(RING.schedule(3), np.zeros((3, 2)))

@@ -31,11 +31,11 @@ def named(answers):
 
 
 def test_treatments():
-    expected = ["small", "skipped", "skipped", "small", "empty", "integer", "integer"]
+    expected = ["small", "compressed", "compressed", "small", "empty", "integer", "integer"]
     assert named(treatments(TREE, None, 1024)) == named(expected)
     assert treatments({}, None, 1024) == []
     # min_size is the smallest size that is skipped.
-    assert named(treatments(TREE, None, 100))["dense/1"] == "skipped"
+    assert named(treatments(TREE, None, 100))["dense/1"] == "compressed"
     assert named(treatments(TREE, None, 101))["dense/1"] == "small"
     # What is small does not become large by being protected.
     assert set(treatments(TREE, lambda path, leaf: True, 0)) == {"protected", "empty", "integer"}
@@ -44,7 +44,7 @@ def test_treatments():
 def test_gradients_of_integers_are_left_alone():
     grads = jax.grad(lambda p: p["w"] * 2.0, allow_int=True)({"w": 1.0, "n": 3})
     assert grads["n"].dtype == jax.dtypes.float0
-    assert treatments(grads, None, 0) == ["empty", "skipped"]
+    assert treatments(grads, None, 0) == ["empty", "compressed"]
 
 
 def test_by_path():

@@ -59,7 +59,7 @@ def test_tensor_parallel_parameters_stay_sharded(axis_type, ratio):
         arguments = placed(mesh, params(), SPECS), tx.init(None), placed(mesh, batch, P("data"))
         grads, state = step(*arguments)
         text = step.lower(*arguments).compile().as_text()
-    assert int(state.count) == 1
+    assert int(state.num_reductions) == 1
     for name, spec in SPECS.items():
         assert grads[name].sharding.is_equivalent_to(NamedSharding(mesh, spec), grads[name].ndim)
 
@@ -84,11 +84,23 @@ def test_tensor_parallel_parameters_stay_sharded(axis_type, ratio):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_contributors(axis_type):
     mesh = make_mesh(axis_type)
-    tx = sr.skipreduce("data", 0.5, mesh=mesh, mode="static", min_size=0)
+    tx = sr.skipreduce("data", 0.5, mesh=mesh, mode="static", min_size=0, param_specs=P())
     grads = placed(mesh, {"w": powers_of_two(4, 8)}, {"w": P("data")})
     with jax.set_mesh(mesh):
         reduced, _ = jax.jit(tx.update)(grads, tx.init(None), {"w": jnp.ones(8)})
     np.testing.assert_array_equal(reduced["w"] * 4, expected_sum(4, 2, 0, 2))
+
+
+def test_auto_axes_without_specs_are_warned_of():
+    mesh = make_mesh(AxisType.Auto)
+    tx = sr.skipreduce("data", 0.5, mesh=mesh, min_size=0)
+    grads, params = {"w": jnp.ones((4, 8))}, {"w": jnp.ones(8)}
+    with pytest.warns(UserWarning, match=r"the mesh has Auto axes \['model'\] .* Give param_specs"):
+        jax.jit(tx.update)(grads, tx.init(None), params)
+    # Nothing to gather: no other axis, or one whose sharding types tell.
+    for quiet in (jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), make_mesh(AxisType.Explicit)):
+        size = quiet.shape["data"]
+        sr.skipreduce("data", 0.5, mesh=quiet).update({"w": jnp.ones((size, 8))}, tx.init(None), params)
 
 
 def test_data_axes_in_any_order_and_a_mesh_that_is_not_set():
@@ -138,7 +150,7 @@ def test_training_compiles_once_and_learns(axis_type):
             weights, state = step(weights, state, batch)
     # The state of the first call lay where jit(init) put it, so one more program may be there, and no third.
     assert step._cache_size() <= compiled + 1
-    assert int(state[0].count) == 31
+    assert int(state[0].num_reductions) == 31
     assert float(loss_fn(jax.device_get(weights), np.asarray(batch))) < 0.3 * before
 
 
@@ -191,7 +203,7 @@ def test_shard_map_over_the_data_axis_alone(axis_type, param_specs, check_vma):
 def test_gradients_of_integers_pass():
     """As `float0`, which holds nothing and cannot go through a shard_map."""
     mesh = make_mesh(AxisType.Auto)
-    tx = sr.skipreduce("data", 0.5, mesh=mesh, min_size=0)
+    tx = sr.skipreduce("data", 0.5, mesh=mesh, min_size=0, param_specs=P())
     weights = {"w": jnp.ones((8,)), "n": jnp.zeros((3,), jnp.int32)}
     loss = jax.grad(lambda p, x: jnp.sum(p["w"] * x), allow_int=True)
     grads = jax.vmap(loss, in_axes=(None, 0))(weights, normal((4, 8)))

@@ -198,7 +198,7 @@ def test_over_many_steps_every_worker_contributes_to_every_slice_equally_often()
         return lax.scan(step, tx.init(grads), None, length=num_steps)
 
     state, reduced = jax.jit(jax.vmap(local, axis_name="data"))(grads)
-    np.testing.assert_array_equal(state.count, num_steps)
+    np.testing.assert_array_equal(state.num_reductions, num_steps)
     for name in "ab":
         sums = np.asarray(reduced[name][0] * 8, np.int64)
         share = ((sums[:, :, None] >> np.arange(8)) & 1).mean(axis=0)  # (slice, worker)
@@ -273,7 +273,7 @@ def test_a_schedule_warms_up_without_recompilation():
         reduced, state = run(grads, state)
         num_contributors.append({bin(int(value * 8)).count("1") for value in reduced["w"]})
     assert num_contributors == [{8}, {8}, {8}, {4}, {4}, {4}]
-    assert int(state.count) == 6
+    assert int(state.num_reductions) == 6
     # Where the schedule says 0.5, it is what the number 0.5 gives.
     fixed = replicated_step(update(sr.skipreduce("data", 0.5, min_size=0), count=4), 8)(grads)
     assert bits(fixed["w"]) == bits(replicated_step(update(tx, count=4), 8)(grads)["w"])
@@ -321,8 +321,8 @@ def test_training_compiles_once_and_learns(ratio, check_vma):
     tx = optax.chain(sr.skipreduce("data", ratio), optax.adam(1e-2))
     _, state, loss, train_step = train(tx, 30, check_vma=check_vma)
     assert train_step._cache_size() == 1
-    assert int(state[0].count) == 30
-    assert state[0].count.dtype == jnp.int32
+    assert int(state[0].num_reductions) == 30
+    assert state[0].num_reductions.dtype == jnp.int32
     assert float(loss) < 0.5 * float(mlp_loss(mlp_params(), normal((64, 10), seed=3)))
 
 
@@ -370,7 +370,7 @@ def test_weak_types_do_not_recompile():
     for _ in range(3):
         reduced, state = step(x, state)
     assert step._cache_size() == 1
-    assert not state.count.weak_type
+    assert not state.num_reductions.weak_type
     np.testing.assert_allclose(reduced["weak"], 1.0)
 
 
@@ -389,9 +389,9 @@ def test_state_restores_at_another_number_of_workers(tmp_path):
             {"params": params, "state": tx.init(params)},
         )
         restored = checkpointer.restore(tmp_path / "step4", target)
-        assert int(restored["state"][0].count) == 4
+        assert int(restored["state"][0].num_reductions) == 4
         on_params, on_state, _, _ = train(tx, 3, num_workers, state=restored["state"], params=restored["params"])
-        assert int(on_state[0].count) == 7
+        assert int(on_state[0].num_reductions) == 7
         if num_workers == 8:
             expected, *_ = train(tx, 7)
             assert [bits(x) for x in jax.tree.leaves(on_params)] == [bits(x) for x in jax.tree.leaves(expected)]
@@ -402,7 +402,7 @@ def test_counter_stays_at_the_largest_integer():
     tx = sr.skipreduce("data", 0.5)
     largest = sr.SkipReduceState(jnp.int32(np.iinfo(np.int32).max))
     state = replicated_step(lambda g: tx.update(g, largest)[1], 8)({"w": normal((8, 8))})
-    assert int(state.count) == np.iinfo(np.int32).max
+    assert int(state.num_reductions) == np.iinfo(np.int32).max
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])

@@ -184,8 +184,9 @@ class TestTransformation:
 
     def test_bytes_of_the_description_are_those_of_the_program(self):
         grads = self.grads()
-        tx = sr.skipreduce("data", 0.5, wire_dtype="bfloat16")
-        description = sr.describe(jax.tree.map(lambda x: x[0], grads), 8, tx)
+        method = sr.SkipReduce("data", 0.5, wire_dtype="bfloat16")
+        tx = method.transform()
+        description = sr.describe(jax.tree.map(lambda x: x[0], grads), 8, method)
         leaf = next(leaf for leaf in description.leaves if leaf.path == "w")
         assert (leaf.dtype, leaf.wire_dtype, leaf.wire_bytes) == ("float32", "bfloat16", (14 - 4) * 150 * 2)
         assert leaf.full_wire_bytes == 14 * 150 * 4

@@ -1,4 +1,4 @@
-"""The only place that knows `jax.ffi`: loads, registers and calls the native kernels.
+"""The native library, and the only place that knows `jax.ffi`: loads, registers and calls it.
 
 The library is built from ``xla_ffi/`` when the package is installed, where there is a C++ compiler. Without it
 everything runs through `lax.ppermute`.
@@ -7,7 +7,6 @@ everything runs through `lax.ppermute`.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import importlib
 import importlib.metadata
@@ -18,15 +17,11 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-Backend = Literal["auto", "xla", "native"]
-
-BACKENDS = ("auto", "xla", "native")
 
 _CPU_TARGET = "skipreduce_cpu_all_reduce"
 _CUDA_TARGET = "skipreduce_all_reduce"
@@ -37,91 +32,6 @@ _FIRST_JAXLIB_FOR_CUDA = (0, 11, 2)
 # As ElementType and Divide in xla_ffi/cpu_reduce.h.
 _TYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
 _DIVIDE_NUMBERS = {None: 0, "skip": 1, "drop": 2}
-
-
-@dataclasses.dataclass(frozen=True)
-class NativeInfo:
-    """What `native_info` found.
-
-    Attributes:
-      library: path of the native library, None if the package was installed without it.
-      cpu: why the devices of this process's CPU are not served by it; None if they are.
-      cuda: why NVIDIA GPUs are not served by it; None if they may be, by ``backend="native"``.
-      cuda_libraries: what was found of NVIDIA's libraries: version and path, or why not, by name.
-      backend: what ``backend="auto"`` means here: ``"auto"``, or what SKIPREDUCE_BACKEND says.
-      timeout: seconds that a collective waits for a worker that does not come.
-    """
-
-    library: str | None
-    cpu: str | None
-    cuda: str | None
-    cuda_libraries: dict[str, str]
-    backend: Backend
-    timeout: float
-
-    def __str__(self) -> str:
-        def served(reason: str | None, how: str) -> str:
-            return how if reason is None else f"xla: {reason}"
-
-        return "\n".join(
-            (
-                f"native library  {self.library or 'not built: installed without a C++ compiler, or its build failed'}",
-                f"cpu             {served(self.cpu, 'native: one call, in shared memory')}",
-                f"cuda            {served(self.cuda, 'by backend=native alone: it has not yet been run on a GPU')}",
-                *(f"  {name:<14}{found}" for name, found in self.cuda_libraries.items()),
-                f"backend=auto    {self.backend}",
-                f"timeout         {self.timeout:g} s",
-            )
-        )
-
-
-def native_info() -> NativeInfo:
-    """What was built of the native kernels, what of it runs here, and why not.
-
-    It loads the library, and starts JAX's backends if nothing has yet. `print` it, and put what it says into
-    reports of errors.
-
-    Returns:
-      A `NativeInfo`.
-
-    Raises:
-      ValueError: SKIPREDUCE_BACKEND or SKIPREDUCE_TIMEOUT has a value that means nothing.
-
-    Example:
-      >>> import jax_skipreduce as sr
-      >>> info = sr.native_info()
-      >>> print(info)  # doctest: +ELLIPSIS
-      native library  ...
-      cpu             ...
-      cuda            ...
-      backend=auto    ...
-      timeout         ... s
-    """
-    return NativeInfo(
-        library=None if (path := _library_path()) is None else str(path),
-        cpu=reason_against_cpu(),
-        cuda=reason_against_cuda(),
-        cuda_libraries={} if _reason_not_loaded() else _cuda_libraries(),
-        backend=chosen_backend("auto"),
-        timeout=timeout(),
-    )
-
-
-def check_backend(backend: Any) -> Backend:
-    """`backend`, if there is one of this name. Raises ValueError if not."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: expected 'auto', 'xla' (lax.ppermute) or 'native' (one custom call)")
-    return backend
-
-
-def chosen_backend(backend: Backend) -> Backend:
-    """`backend`, where ``"auto"`` is what the environment variable SKIPREDUCE_BACKEND says."""
-    if backend != "auto":
-        return backend
-    value = os.environ.get("SKIPREDUCE_BACKEND", "auto")
-    if value not in BACKENDS:
-        raise ValueError(f"SKIPREDUCE_BACKEND={value!r}: expected 'auto', 'xla' or 'native'")
-    return value
 
 
 def timeout() -> float:
@@ -136,10 +46,9 @@ def timeout() -> float:
     return seconds
 
 
-def reason_against_dtype(dtype: Any, wire_dtype: Any, platform: str) -> str | None:
-    """Why arrays of `dtype`, sent as `wire_dtype`, are not for the kernels of `platform`. None if they are."""
+def reason_against_dtype(dtype: Any, wire_dtype: Any, served: Sequence[str]) -> str | None:
+    """Why arrays of `dtype`, sent as `wire_dtype`, are not for a kernel that serves these dtypes. None if they are."""
     name = jnp.dtype(dtype).name
-    served = [name for name in _TYPE_NUMBERS if platform == "cpu" or name != "float64"]
     if name not in served:
         return f"{name} is not among {', '.join(served)}"
     if name == "float64" and jnp.dtype(wire_dtype) != jnp.dtype(dtype):
@@ -148,7 +57,7 @@ def reason_against_dtype(dtype: Any, wire_dtype: Any, platform: str) -> str | No
 
 
 @functools.cache
-def _library_path() -> Path | None:
+def library_path() -> Path | None:
     # An editable install keeps what was built apart from the sources; the package has both directories.
     directories = importlib.import_module("jax_skipreduce").__path__
     paths = [Path(directory) / "skipreduce_ffi.so" for directory in directories]
@@ -158,33 +67,33 @@ def _library_path() -> Path | None:
 @functools.cache
 def library() -> ctypes.CDLL:
     """The native library. Raises OSError if it is not there, or cannot be loaded."""
-    path = _library_path()
+    path = library_path()
     if path is None:
         raise OSError("skipreduce_ffi.so was not built")
     return ctypes.CDLL(str(path))
 
 
 @functools.cache
-def _reason_not_loaded() -> str | None:
-    if _library_path() is None:
+def reason_not_loaded() -> str | None:
+    if library_path() is None:
         return "the native library was not built (pip install -v shows why)"
     try:
         loaded = library()
     except OSError as error:
         return f"the native library cannot be loaded ({error})"
     if not all(hasattr(loaded, name) for name in ("skipreduce_cpu_execute", "skipreduce_cuda_probe")):
-        return f"{_library_path()} is of another version of this package: install it again"
+        return f"{library_path()} is of another version of this package: install it again"
     return None
 
 
 @functools.cache
 def _reason_not_on_cpu() -> str | None:
     """Registers the CPU handler, once. Returns why that is not possible, if so."""
-    if (reason := _reason_not_loaded()) is not None:
+    if (reason := reason_not_loaded()) is not None:
         return reason
     loaded = library()
     try:
-        # Started first: what is registered before that is put off, and handlers then come before their types.
+        # Start the backend first: JAX defers earlier registrations, and handlers would then come before their types.
         jax.devices("cpu")
     except RuntimeError:
         return "JAX has no CPU backend here (JAX_PLATFORMS)"
@@ -209,7 +118,7 @@ def _reason_not_on_cpu() -> str | None:
 @functools.cache
 def _reason_not_on_cuda() -> str | None:
     """Registers the CUDA handler, once; without a GPU, too, for programs that are exported."""
-    if (reason := _reason_not_loaded()) is not None:
+    if (reason := reason_not_loaded()) is not None:
         return reason
     loaded = library()
     loaded.skipreduce_cuda_set_library_folders(":".join(_nvidia_folders()).encode())
@@ -231,7 +140,7 @@ def _nvidia_folders() -> list[str]:
     return sorted({str(folder) for root in roots for folder in Path(root).glob("*/lib")})
 
 
-def _cuda_libraries() -> dict[str, str]:
+def cuda_libraries() -> dict[str, str]:
     """What the native library finds of NVIDIA's: version and path, or why not."""
     _reason_not_on_cuda()  # tells it where to look
     probe = library().skipreduce_cuda_probe

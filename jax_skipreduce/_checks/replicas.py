@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
-from jax_skipreduce._backends.ppermute import Ring
-from jax_skipreduce._gradients.selection import leaf_paths
-from jax_skipreduce._workers import axes as _axes
-from jax_skipreduce._workers.axes import AxisName
+from jax_skipreduce._gradients.paths import leaf_paths
+from jax_skipreduce._workers.axes import AxisName, make_varying
+from jax_skipreduce._workers.channel import Channel
+from jax_skipreduce._workers.group import Group
 
 # Odd numbers with bits all over, by which words are mixed: Knuth's golden ratio, and one of Murmur's hash.
 _BY_POSITION, _BY_VALUE = 0x9E3779B1, 0x85EBCA6B
@@ -26,7 +26,7 @@ def check_replicas(tree: Any, axis_name: AxisName, what: str = "replicas") -> No
     Parameters and optimizer states are the same on all workers as long as everybody starts with the same and applies
     the same means. What breaks that (a checkpoint that one process read from elsewhere, a seed, a memory
     fault) shows up late, as a loss that does not fall. Put this into the training step, or into a program of its own
-    that runs now and then. `skipreduce(check_every=..)` does it every so many steps.
+    that runs now and then. `check_every` does it every so many steps, as part of an optax chain.
 
     Each worker works out a fingerprint of 32 bits of each leaf; they are gathered and compared. If a leaf
     differs, the chance that this is not noticed is 2**-32.
@@ -62,8 +62,8 @@ def check_replicas_when(condition: bool | jax.Array, tree: Any, axis_name: AxisN
     paths, leaves = leaf_paths(tree), [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     paths = [path for path, leaf in zip(paths, leaves, strict=True) if leaf.size]
     leaves = [leaf for leaf in leaves if leaf.size]
-    ring = Ring.of(axis_name)
-    if not leaves or ring.size == 1:
+    group = Group.of(axis_name)
+    if not leaves or group.size == 1:
         return
 
     mesh = jax.sharding.get_abstract_mesh()
@@ -73,28 +73,28 @@ def check_replicas_when(condition: bool | jax.Array, tree: Any, axis_name: AxisN
             f"replicas (check_replicas, check_every) cannot be compared here: the mesh axes {auto} are not manual, and "
             "JAX calls back from fully manual programs alone. Give jax.shard_map all axes, or use mesh= (pjit programs)"
         )
-    others = tuple(name for name in manual if name not in ring.names)
+    others = tuple(name for name in manual if name not in group.names)
 
     def complain(condition: np.ndarray, tables: np.ndarray) -> None:
-        # One table for each group of workers that hold the same, as shards of a parameter are held by groups.
+        # One table per group of replicas; sharded parameters have several.
         found = [text for table in np.asarray(tables) if (text := _difference(table, paths, what))]
         if condition and found:
             raise RuntimeError(found[0])
 
     def gathered(leaves: list[jax.Array]) -> jax.Array:
-        table = ring.gather(jnp.stack([_fingerprint(ring.local(leaf)) for leaf in leaves]))
+        table = Channel(group).gather(jnp.stack([_fingerprint(group.local(leaf)) for leaf in leaves]))
         if not others:
             return table[None]
         # All devices have to go on, or none: those that did would wait for the others in their next collective.
-        local = _axes.make_varying(table, others) if ring.tracked else table
-        return ring.over(others).gather(local)
+        local = make_varying(table, others) if group.tracked else table
+        return Channel(Group.of(others)).gather(local)
 
     def compare(leaves: list[jax.Array]) -> None:
         tables = gathered(leaves)
         # Where all is well, nothing leaves the device.
         lax.cond((tables != tables[:, :1]).any(), lambda: io_callback(complain, None, True, tables), lambda: None)
 
-    if any(name not in manual for name in ring.names):
+    if group.is_simulated:
         # Simulated by vmap, under which a callback cannot stand in a branch.
         io_callback(complain, None, condition, gathered(leaves))
     elif condition is True:

@@ -15,7 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_skipreduce._backends.ppermute import Ring, accumulator, loop
+from jax_skipreduce._topologies.ring import ring_pairs
+from jax_skipreduce._workers.channel import Channel
+from jax_skipreduce._workers.loop import loop
+from jax_skipreduce._workers.mean import accumulator
 
 
 def ring_orders(num_workers: int, num_orders: int) -> np.ndarray:
@@ -43,24 +46,24 @@ def ring_orders(num_workers: int, num_orders: int) -> np.ndarray:
 
 
 def gather(
-    ring: Ring, orders: np.ndarray, order: int | jax.Array, skipped: int | jax.Array, own: jax.Array
+    channel: Channel, orders: np.ndarray, order: int | jax.Array, skipped: int | jax.Array, own: jax.Array
 ) -> jax.Array:
     """The slices of all workers, shape (N, S), without the last `skipped` steps; zeros for what did not arrive.
 
     Args:
-      ring: the workers.
+      channel: the workers, and what travels between them.
       orders: see `ring_orders`.
       order: which of them, an int or a traced one.
       skipped: k, an int or a traced one.
       own: this worker's slice, shape (S,).
     """
     if isinstance(skipped, int) and skipped == 0:
-        return ring.local(ring.gather(own))
-    return _any_order(_gather_in_order, ring, orders, order, skipped, ring.round(own))
+        return channel.group.local(channel.gather(own))
+    return _any_order(_gather_in_order, channel, orders, order, skipped, channel.round(own))
 
 
 def scatter(
-    ring: Ring, orders: np.ndarray, order: int | jax.Array, skipped: int | jax.Array, rows: jax.Array
+    channel: Channel, orders: np.ndarray, order: int | jax.Array, skipped: int | jax.Array, rows: jax.Array
 ) -> jax.Array:
     """This worker's slice of the sum of `rows`, shape (N, S), without the first `skipped` steps.
 
@@ -68,63 +71,63 @@ def scatter(
     """
     # If all workers contribute, no order is better than the first.
     order = 0 if isinstance(skipped, int) and skipped == 0 else order
-    return _any_order(_scatter_in_order, ring, orders, order, skipped, ring.local(rows))
+    return _any_order(_scatter_in_order, channel, orders, order, skipped, channel.group.local(rows))
 
 
 def _any_order(
     run: Callable[..., jax.Array],
-    ring: Ring,
+    channel: Channel,
     orders: np.ndarray,
     order: int | jax.Array,
     skipped: int | jax.Array,
     x: jax.Array,
 ) -> jax.Array:
-    """``run(ring, its order, skipped, x)`` with the order of that number."""
-    if isinstance(skipped, int) and skipped == ring.size - 1:
+    """``run(channel, its order, skipped, x)`` with the order of that number."""
+    if isinstance(skipped, int) and skipped == channel.group.size - 1:
         order = 0  # Nothing is sent.
     if isinstance(order, int):
-        return run(ring, orders[order], skipped, x)
+        return run(channel, orders[order], skipped, x)
     # The pairs of a ppermute are part of the program, so each order has a branch of its own.
-    branches = [functools.partial(run, ring, one, skipped) for one in orders]
+    branches = [functools.partial(run, channel, one, skipped) for one in orders]
     return lax.switch(order, branches, x)
 
 
-def _places(order: np.ndarray, ring: Ring) -> tuple[jax.Array, Callable[[Any], jax.Array]]:
+def _places(order: np.ndarray, channel: Channel) -> tuple[jax.Array, Callable[[Any], jax.Array]]:
     """This worker's place on the ring; and a function of a place -> the worker there."""
     workers = jnp.asarray(order)
-    place = jnp.asarray(np.argsort(order).astype(np.int32))[ring.rank]
-    return place, lambda place: workers[place % ring.size]
+    place = jnp.asarray(np.argsort(order).astype(np.int32))[channel.group.rank]
+    return place, lambda place: workers[place % channel.group.size]
 
 
-def _gather_in_order(ring: Ring, order: np.ndarray, skipped: int | jax.Array, own: jax.Array) -> jax.Array:
+def _gather_in_order(channel: Channel, order: np.ndarray, skipped: int | jax.Array, own: jax.Array) -> jax.Array:
     """The all-gather without its last steps, each worker sending to the one after it in `order`."""
-    place, worker_at = _places(order, ring)
+    place, worker_at = _places(order, channel)
 
     def step(number: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         rows, passing = carry
-        passing = ring.send(passing, order)
+        passing = channel.permute(passing, ring_pairs(order.tolist()))
         return lax.dynamic_update_index_in_dim(rows, passing, worker_at(place - number - 1), axis=0), passing
 
-    empty = jnp.zeros((ring.size, *own.shape), own.dtype)
-    rows = lax.dynamic_update_index_in_dim(empty, own, ring.rank, axis=0)
-    return loop(0, ring.size - 1 - skipped, step, (rows, own))[0]
+    empty = jnp.zeros((channel.group.size, *own.shape), own.dtype)
+    rows = lax.dynamic_update_index_in_dim(empty, own, channel.group.rank, axis=0)
+    return loop(0, channel.group.size - 1 - skipped, step, (rows, own))[0]
 
 
-def _scatter_in_order(ring: Ring, order: np.ndarray, skipped: int | jax.Array, rows: jax.Array) -> jax.Array:
+def _scatter_in_order(channel: Channel, order: np.ndarray, skipped: int | jax.Array, rows: jax.Array) -> jax.Array:
     """The reduce-scatter without its first steps, each worker sending to the one before it in `order`.
 
     In step s of k..N-2 each worker receives what is there so far of the slice N-2-s places before it, and adds its own.
     Sums, as they are added up: in float32 for the 16-bit floats.
     """
-    place, worker_at = _places(order, ring)
+    place, worker_at = _places(order, channel)
     wide = accumulator(rows.dtype)
 
     def own(number: Any) -> jax.Array:
-        index = worker_at(place - (ring.size - 1 - number))
+        index = worker_at(place - (channel.group.size - 1 - number))
         return lax.dynamic_index_in_dim(rows, index, axis=0, keepdims=False).astype(wide)
 
     def step(number: Any, total: jax.Array) -> jax.Array:
-        received = ring.send(total.astype(rows.dtype), order[::-1])
+        received = channel.permute(total.astype(rows.dtype), ring_pairs(order[::-1].tolist()))
         return received.astype(wide) + own(number + 1)
 
-    return loop(skipped, ring.size - 1, step, own(skipped))
+    return loop(skipped, channel.group.size - 1, step, own(skipped))

@@ -7,16 +7,18 @@ outside of the differentiated function, the same parameters have a local gradien
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from jax_skipreduce._backends.ppermute import Ring
-from jax_skipreduce._gradients.selection import leaf_paths
-from jax_skipreduce._workers import axes as _axes
-from jax_skipreduce._workers.axes import AxisName
+from jax_skipreduce._gradients.paths import leaf_paths
+from jax_skipreduce._workers.axes import AxisName, varying_axes
+from jax_skipreduce._workers.group import Group
 
 
 def local_params(params: Any, axis_name: AxisName) -> Any:
@@ -28,7 +30,8 @@ def local_params(params: Any, axis_name: AxisName) -> Any:
     Call it outside of the function that is differentiated; `local_value_and_grad` does.
 
     Args:
-      params: pytree of arrays.
+      params: pytree of arrays. Leaves that are none (functions, strings, such as an Equinox module has) pass as they
+        are.
       axis_name: the data axis, or a tuple of axes.
 
     Returns:
@@ -48,7 +51,8 @@ def local_params(params: Any, axis_name: AxisName) -> Any:
       >>> run(jnp.ones(2), jax.device_put(jnp.arange(2.0), jax.NamedSharding(mesh, P("data"))))
       Array([[0., 1.]], dtype=float32)
     """
-    return jax.tree.map(Ring.of(axis_name).local, params)
+    group = Group.of(axis_name)
+    return jax.tree.map(lambda leaf: group.local(leaf) if _is_array(leaf) else leaf, params)
 
 
 def local_value_and_grad(
@@ -56,6 +60,7 @@ def local_value_and_grad(
     axis_name: AxisName,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    allow_int: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` whose gradient is this worker's own, not yet reduced.
 
@@ -67,14 +72,17 @@ def local_value_and_grad(
       axis_name: the data axis, or a tuple of axes.
       argnums: positional arguments to differentiate with respect to.
       has_aux: whether `fun` returns (loss, aux).
+      allow_int: whether arguments may have integer leaves, whose gradients are float0; as in `jax.value_and_grad`.
 
     Returns:
       A function with the arguments of `fun` that returns (loss, gradient), both local, or
-      ((loss, aux), gradient).
+      ((loss, aux), gradient). Leaves that are no arrays (functions, strings and flags, such as an Equinox module has)
+      reach `fun` as they are; their gradient is None, as from ``equinox.filter_grad``.
 
     Raises:
       ValueError: when called, if an axis is not bound, or if the loss is reduced over the axis
         already (noticed under ``check_vma=True``).
+      TypeError: when called, if a leaf is an integer without `allow_int`; it names the leaf.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -85,22 +93,36 @@ def local_value_and_grad(
       Array([[0., 1.],
              [2., 3.]], dtype=float32)
     """
-    value_and_grad = jax.value_and_grad(fun, argnums=argnums, has_aux=has_aux)
     positions = [operator.index(n) for n in (argnums if isinstance(argnums, Sequence) else (argnums,))]
 
+    @functools.wraps(fun)
     def local(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        ring = Ring.of(axis_name)
+        group = Group.of(axis_name)
         if not all(-len(args) <= position < len(args) for position in positions):
             raise TypeError(
                 f"argnums={argnums}: called with {len(args)} positional argument(s). What is differentiated has to be "
                 "passed by position"
             )
-        marked = list(args)
+        arrays, rest = list(args), {}
         for position in positions:
-            marked[position] = jax.tree.map(ring.local, args[position])
-        value, grads = value_and_grad(*marked, **kwargs)
-        reduced = _reduced_over(value[0] if has_aux else value, ring)
-        if reduced:
+            leaves, structure = jax.tree.flatten(args[position])
+            _check_differentiable(args[position], leaves, allow_int)
+            rest[position] = structure, [None if _is_array(leaf) else _Held(leaf) for leaf in leaves]
+            marked = [group.local(leaf) if _is_array(leaf) else None for leaf in leaves]
+            arrays[position] = jax.tree.unflatten(structure, marked)
+
+        @functools.wraps(fun)
+        def of_arrays(*arrays: Any, **kwargs: Any) -> Any:
+            whole = list(arrays)
+            for position, (structure, held) in rest.items():
+                given = structure.flatten_up_to(arrays[position])
+                leaves = [leaf if hold is None else hold.value for leaf, hold in zip(given, held, strict=True)]
+                whole[position] = jax.tree.unflatten(structure, leaves)
+            return fun(*whole, **kwargs)
+
+        value_and_grad = jax.value_and_grad(of_arrays, argnums=argnums, has_aux=has_aux, allow_int=allow_int)
+        value, grads = value_and_grad(*arrays, **kwargs)
+        if reduced := group.shared_over(value[0] if has_aux else value):
             raise ValueError(
                 f"the loss is the same on all workers of {', '.join(map(repr, reduced))}: the "
                 "function to differentiate reduces it already (psum or pmean), so its gradient would have the "
@@ -111,25 +133,44 @@ def local_value_and_grad(
     return local
 
 
-def _reduced_over(x: Any, ring: Ring) -> list[Any]:
-    """Axes over which JAX knows `x` to be the same. Empty where it does not track that."""
-    return [name for name in ring.names if name not in _axes.varying_axes(x)] if ring.tracked else []
+class _Held:
+    """A leaf that is no array, on its way around the differentiation."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
-def check_local(grads: Any, ring: Ring) -> None:
-    """Raises ValueError, naming the leaf, if a gradient is reduced already; as far as JAX tracks that."""
+def _is_array(leaf: Any) -> bool:
+    """Whether `leaf` is an array or a number that can be differentiated: what an optimizer updates."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex)) or (
+        isinstance(leaf, int) and not isinstance(leaf, bool)
+    )
+
+
+def _check_differentiable(tree: Any, leaves: Sequence[Any], allow_int: bool) -> None:
+    """Raises TypeError, naming the leaf, if JAX would not differentiate with respect to it."""
+    for path, leaf in zip(leaf_paths(tree), leaves, strict=True):
+        if _is_array(leaf) and not allow_int and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"leaf {path!r} has dtype {jnp.result_type(leaf)}, which has no gradient. Leave it out of what is "
+                "differentiated (with Equinox: eqx.partition(model, eqx.is_inexact_array)), take sr.local_params and "
+                "jax.grad yourself, or give allow_int=True"
+            )
+
+
+def check_local(grads: Any, names: Sequence[Hashable], tracked: bool) -> None:
+    """Raises ValueError, naming the leaf, if a gradient is reduced over `names` already; as far as JAX tracks that."""
+    if not tracked:
+        return
+    shown = repr(names[0] if len(names) == 1 else tuple(names))
     for path, leaf in zip(leaf_paths(grads), jax.tree.leaves(grads), strict=True):
-        reduced = [] if leaf.dtype == jax.dtypes.float0 else _reduced_over(leaf, ring)
+        reduced = [name for name in names if leaf.dtype != jax.dtypes.float0 and name not in varying_axes(leaf)]
         if reduced:
             raise ValueError(
                 f"the gradient {path!r} is already the same on all workers of {', '.join(map(repr, reduced))}, so "
                 "there is nothing left to reduce: under shard_map(check_vma=True), jax.grad with respect to parameters "
                 "that all workers share sums over them. Take local gradients with "
-                f"sr.local_value_and_grad(loss_fn, {_shown(ring)}), and do not psum or pmean them before "
+                f"sr.local_value_and_grad(loss_fn, {shown}), and do not psum or pmean them before "
                 "skipreduce, or in the loss. If you did all that, a wrapper around skipreduce (optax.MultiSteps, "
                 "another skipreduce) handed it these: see docs/sharp-bits.md"
             )
-
-
-def _shown(ring: Ring) -> str:
-    return repr(ring.names[0] if len(ring.names) == 1 else ring.names)

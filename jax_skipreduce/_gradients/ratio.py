@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_skipreduce._gradients.selection import leaf_paths
+from jax_skipreduce._gradients.paths import leaf_paths
 from jax_skipreduce._workers.axes import outside_of_the_trace
 
 # Of one gradient: a number, or a schedule (count) -> number.

@@ -1,8 +1,7 @@
-"""Which gradients are skipped, and which are reduced in full."""
+"""Which gradients a compressor gets, and which are reduced in full."""
 
 from __future__ import annotations
 
-import collections
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -13,23 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_skipreduce._backends.ppermute import check_dtype
+from jax_skipreduce._gradients.paths import leaf_paths
+from jax_skipreduce._workers.arguments import check_dtype
 
 Protect: TypeAlias = Any  # a pytree of bools, a function (path, leaf) -> bool, or None
-Treatment = Literal["skipped", "protected", "small", "integer", "empty"]
-
-
-def leaf_paths(tree: Any) -> list[str]:
-    """The key path of each leaf, as users write it: ``encoder/layers/0/kernel``.
-
-    Flax NNX keeps each array in a variable's attribute ``value``, and unwraps it before optax sees it;
-    the path is the same in both forms: without a last ``value`` that is the only child of its parent.
-    """
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    parents = collections.Counter(path[:-1] for path in paths)
-    value = jax.tree_util.GetAttrKey("value")
-    short = [path[:-1] if len(path) > 1 and path[-1] == value and parents[path[:-1]] == 1 else path for path in paths]
-    return [jax.tree_util.keystr(path, simple=True, separator="/") or "(root)" for path in short]
+Treatment = Literal["compressed", "protected", "small", "integer", "empty"]
 
 
 def by_path(pattern: str | re.Pattern[str]) -> Callable[[str, Any], bool]:
@@ -111,7 +98,7 @@ def protected_leaves(tree: Any, protect: Protect) -> list[bool]:
 def treatments(tree: Any, is_protected: Sequence[bool], min_size: int) -> list[Treatment]:
     """What happens to each leaf of `tree`, in order.
 
-    ``"skipped"`` leaves go through the ring with skipping. All others are reduced in full: those
+    ``"compressed"`` leaves go through the compressor, which skips. All others are reduced in full: those
     that are protected, those under `min_size` elements, and integer and bool leaves. Leaves
     without elements (``"empty"``: zero size, or the float0 of a gradient with respect to integers)
     are left alone.
@@ -135,7 +122,7 @@ def _treatment(path: str, leaf: Any, is_protected: bool, min_size: int) -> Treat
     check_dtype(leaf.dtype, f"leaf {path!r}")
     if is_protected:
         return "protected"
-    return "small" if leaf.size < min_size else "skipped"
+    return "small" if leaf.size < min_size else "compressed"
 
 
 def indices_of(all_treatments: Sequence[Treatment], *wanted: Treatment) -> list[int]:

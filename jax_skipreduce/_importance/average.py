@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from jax_skipreduce._gradients.selection import leaf_paths
+from jax_skipreduce._gradients.paths import leaf_paths
 from jax_skipreduce._importance.importance import check_top_fraction, importance
 from jax_skipreduce._workers.axes import AxisName, axis_names, varying_axes
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jax_skipreduce._gradients.selection import Treatment, leaf_paths, treatments
+from jax_skipreduce._gradients.paths import leaf_paths
+from jax_skipreduce._gradients.selection import Treatment, treatments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,13 +212,13 @@ def choose_protected(importance: Any, params: Any, max_protected: float = 0.05, 
     shares = _numbers(importance, jax.tree.structure(shapes), paths)
     treated = treatments(shapes, [False] * len(leaves), min_size)
 
-    ranked = [i for i, treatment in enumerate(treated) if treatment in ("skipped", "small")]
+    ranked = [i for i, treatment in enumerate(treated) if treatment in ("compressed", "small")]
     sizes = [prod(leaf.shape) for leaf in leaves]
     num_elements = sum(sizes[i] for i in ranked)
     average = _ratio(sum(shares[i] * sizes[i] for i in ranked), num_elements)
     # By more than rounding, both.
     budget = max_protected * num_elements * (1 + 1e-12)
-    candidates = [i for i in ranked if treated[i] == "skipped" and shares[i] > average * (1 + 1e-6)]
+    candidates = [i for i in ranked if treated[i] == "compressed" and shares[i] > average * (1 + 1e-6)]
     candidates.sort(key=lambda i: (-shares[i], sizes[i], i))
     for i in _choose(candidates, sizes, [share - average for share in shares], budget):
         treated[i] = "protected"

@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jax_skipreduce._backends.ppermute import Ring
 from jax_skipreduce._gradients.selection import indices_of, treatments
 from jax_skipreduce._workers.axes import AxisName, make_varying, varying_axes
+from jax_skipreduce._workers.group import Group
 
 # Magnitudes are compared by the bits of a float32 without its sign: as integers they are in the same order.
 _NUM_BITS = 31
@@ -84,7 +84,7 @@ def importance(grads: Any, top_fraction: float = 0.25, *, axis_name: AxisName | 
     """
     check_top_fraction(top_fraction)
     leaves, treedef = jax.tree.flatten(grads)
-    ranked = indices_of(treatments(grads, [False] * len(leaves), min_size=0), "skipped")
+    ranked = indices_of(treatments(grads, [False] * len(leaves), min_size=0), "compressed")
     shares = [jnp.float32(0)] * len(leaves)
     if ranked:
         arrays = [jnp.asarray(leaves[i]) for i in ranked]
@@ -93,10 +93,10 @@ def importance(grads: Any, top_fraction: float = 0.25, *, axis_name: AxisName | 
         for index, share in zip(ranked, _shares(arrays, _Count(jnp.int32(high), jnp.int32(low))), strict=True):
             shares[index] = share
     if axis_name is not None:
-        ring = Ring.of(axis_name)
+        group = Group.of(axis_name)
         if shares:
             # Joined: a collective takes the time of its steps, not of so few bytes.
-            shares = list(lax.pmean(ring.local(jnp.stack(shares)), ring.names))
+            shares = list(lax.pmean(group.local(jnp.stack(shares)), group.names))
     return jax.tree.unflatten(treedef, shares)
 
 

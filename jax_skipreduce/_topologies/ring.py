@@ -11,14 +11,21 @@ the result.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from jax_skipreduce._topologies.schedule import Schedule, Transfer
+from jax_skipreduce._topologies.topology import Topology
 
 
 def next_rank(rank: Any, num_workers: int) -> Any:
     """The neighbour that `rank` sends to, in every step."""
     return (rank + 1) % num_workers
+
+
+def ring_pairs(order: Sequence[int]) -> list[tuple[int, int]]:
+    """(source, target) of every worker in a ring that goes through the ranks in this order."""
+    return [(rank, order[next_rank(place, len(order))]) for place, rank in enumerate(order)]
 
 
 def slice_to_send(rank: Any, step: Any, shift: Any, num_workers: int) -> Any:
@@ -41,37 +48,43 @@ def owner(slice_index: Any, shift: Any, num_workers: int) -> Any:
     return (slice_index - 1 - shift) % num_workers
 
 
-def num_wire_steps(num_workers: int, num_skipped: int = 0, num_gather_skipped: int = 0) -> int:
-    """Steps on the wire of one all-reduce: 2(N-1) - k, each one slice per worker."""
-    return 2 * (num_workers - 1) - num_skipped - num_gather_skipped
+class Ring(Topology):
+    """2(N-1) - k steps, each one slice per worker to the next worker."""
 
+    name: ClassVar[str] = "ring"
 
-def ring_schedule(num_workers: int, num_skipped: int = 0, shift: int = 0, num_gather_skipped: int = 0) -> Schedule:
-    """The ring all-reduce of `num_workers` workers as data.
-
-    Args:
-      num_workers: N, at least 1. The vector has N slices.
-      num_skipped: k, reduce-scatter steps left out, 0..N-1.
-      shift: c, added to every slice index (any int; counts modulo N).
-      num_gather_skipped: all-gather steps left out at the end, 0..N-1 (section 5.2).
-
-    Raises:
-      ValueError: a count is out of range.
-    """
-    if num_workers < 1:
-        raise ValueError(f"num_workers={num_workers}: expected at least 1")
-    for name, value in (("num_skipped", num_skipped), ("num_gather_skipped", num_gather_skipped)):
-        if not 0 <= value <= num_workers - 1:
-            raise ValueError(f"{name}={value}: expected 0..{num_workers - 1} for {num_workers} workers")
-    ranks = range(num_workers)
-    scatter = tuple(
-        tuple(
-            Transfer(r, next_rank(r, num_workers), slice_to_send(r, step, shift, num_workers), "reduce") for r in ranks
+    def schedule(self, num_workers: int, num_skipped: int = 0, shift: int = 0, num_gather_skipped: int = 0) -> Schedule:
+        """The ring all-reduce as data; see `Topology.schedule`. Both counts are 0..N-1."""
+        if num_workers < 1:
+            raise ValueError(f"num_workers={num_workers}: expected at least 1")
+        for name, value in (("num_skipped", num_skipped), ("num_gather_skipped", num_gather_skipped)):
+            if not 0 <= value <= num_workers - 1:
+                raise ValueError(f"{name}={value}: expected 0..{num_workers - 1} for {num_workers} workers")
+        ranks = range(num_workers)
+        scatter = tuple(
+            tuple(
+                Transfer(r, next_rank(r, num_workers), slice_to_send(r, step, shift, num_workers), "reduce")
+                for r in ranks
+            )
+            for step in range(num_skipped, num_workers - 1)
         )
-        for step in range(num_skipped, num_workers - 1)
-    )
-    gather = tuple(
-        tuple(Transfer(r, next_rank(r, num_workers), owned_slice(r - step, shift, num_workers), "copy") for r in ranks)
-        for step in range(num_workers - 1 - num_gather_skipped)
-    )
-    return Schedule(num_workers, num_workers, scatter + gather)
+        gather = tuple(
+            tuple(
+                Transfer(r, next_rank(r, num_workers), owned_slice(r - step, shift, num_workers), "copy") for r in ranks
+            )
+            for step in range(num_workers - 1 - num_gather_skipped)
+        )
+        return Schedule(num_workers, num_workers, scatter + gather)
+
+    # In closed form, because a schedule of thousands of workers is millions of transfers. A test compares them.
+
+    def num_steps(self, num_workers: int, num_skipped: int = 0, num_gather_skipped: int = 0) -> int:
+        """2(N-1) - k - g."""
+        return 2 * (num_workers - 1) - num_skipped - num_gather_skipped
+
+    def slices_sent(self, num_workers: int, num_skipped: int = 0, num_gather_skipped: int = 0) -> int:
+        """One per step."""
+        return self.num_steps(num_workers, num_skipped, num_gather_skipped)
+
+
+RING = Ring()

@@ -1,7 +1,7 @@
-"""What a collective does, as plain data: who sends which slice to whom, step by step.
+"""A schedule: who sends which slice to whom, step by step, as plain data.
 
-Nothing here knows JAX. The executor, the NumPy reference, the tables of bytes and the benchmarks
-all speak of the same `Schedule`.
+Nothing here knows JAX. The executors, the NumPy reference, the bytes that `describe` and the benchmarks print: all read
+the same `Schedule`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The steps of one collective.
+    """The steps of one collective: first those that reduce, then those that copy.
 
     Transfers of one step happen at the same time: each reads what its sender held before the step.
 
@@ -46,6 +46,7 @@ class Schedule:
     steps: tuple[tuple[Transfer, ...], ...]
 
     def __post_init__(self) -> None:
+        copies = False
         for number, step in enumerate(self.steps):
             written = set()
             for transfer in step:
@@ -65,6 +66,21 @@ class Schedule:
                         "so the result would depend on the order"
                     )
                 written.add(place)
+                if transfer.operation == "reduce" and copies:
+                    raise ValueError(f"step {number}: it reduces after a step that copies: {transfer}")
+            copies = copies or any(transfer.operation == "copy" for transfer in step)
+            if copies and any(transfer.operation == "reduce" for transfer in step):
+                raise ValueError(f"step {number}: it reduces and copies; expected one of them")
+
+    @property
+    def reduce_steps(self) -> tuple[tuple[Transfer, ...], ...]:
+        """The reduce-scatter: the steps that add."""
+        return tuple(step for step in self.steps if step and step[0].operation == "reduce")
+
+    @property
+    def copy_steps(self) -> tuple[tuple[Transfer, ...], ...]:
+        """The all-gather: the steps that hand reduced slices on."""
+        return tuple(step for step in self.steps if step and step[0].operation == "copy")
 
     def slices_sent(self) -> tuple[int, ...]:
         """Slices that each worker puts on the wire, by rank. Times the bytes of a slice: its wire bytes."""
@@ -73,3 +89,33 @@ class Schedule:
             for transfer in step:
                 sent[transfer.source] += 1
         return tuple(sent)
+
+    def contributors(self) -> tuple[tuple[frozenset[int], ...], ...]:
+        """Who is in slice j as worker r holds it when the steps that reduce are over: entry [r][j].
+
+        Raises:
+          ValueError: a worker is added to one slice twice.
+        """
+        held = [[frozenset([rank])] * self.num_slices for rank in range(self.num_workers)]
+        for number, step in enumerate(self.reduce_steps):
+            before = [list(row) for row in held]
+            for transfer in step:
+                j = transfer.slice_index
+                arrived, own = before[transfer.source][j], before[transfer.target][j]
+                if both := arrived & own:
+                    raise ValueError(f"step {number}: worker {min(both)} is in slice {j} twice: {transfer}")
+                held[transfer.target][j] = arrived | own
+        return tuple(map(tuple, held))
+
+    def owners(self) -> tuple[int, ...]:
+        """The worker that holds each slice, reduced, when the steps that reduce are over: the first that copies it.
+
+        Without a copy it is who has the most contributors.
+        """
+        first: dict[int, int] = {}
+        for step in self.copy_steps:
+            for transfer in step:
+                first.setdefault(transfer.slice_index, transfer.source)
+        held = self.contributors()
+        most = [max(range(self.num_workers), key=lambda r: len(held[r][j])) for j in range(self.num_slices)]
+        return tuple(first.get(j, most[j]) for j in range(self.num_slices))

@@ -6,7 +6,6 @@ ratio or tree they would wait for each other for ever.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib
 import json
@@ -15,26 +14,19 @@ import threading
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.core import Tracer
 
-from jax_skipreduce._backends import ffi as _ffi
-from jax_skipreduce._gradients.ratio import ratios_of_leaves
-from jax_skipreduce._gradients.selection import leaf_paths, protected_leaves, treatments
-from jax_skipreduce._transform.step import Config
-from jax_skipreduce._workers.axes import outside_of_the_trace
+from jax_skipreduce._gradients.paths import leaf_paths
+from jax_skipreduce._gradients.selection import protected_leaves, treatments
+from jax_skipreduce._transform.settings import Settings
 
 _PREFIX = "skipreduce/configuration/"
-
-# Steps at which schedules are compared.
-_LOOKED_AT = (0, *(2**power for power in range(21)))
 
 _lock = threading.Lock()
 _is_published = False
 
 
-def check_configuration(config: Config, mesh: Any, grads: Any) -> None:
-    """Compares `config` and the tree of `grads` with those of the other processes, in the first call of the process.
+def check_configuration(settings: Settings, grads: Any) -> None:
+    """Compares `settings` and the tree of `grads` with those of the other processes, in the first call of the process.
 
     Only for a mesh of all devices: on a smaller one, processes may well train something else each. Each process writes
     what it has into the key-value store of `jax.distributed`, and looks at what others have written. Nobody waits:
@@ -42,21 +34,20 @@ def check_configuration(config: Config, mesh: Any, grads: Any) -> None:
     texts are read by a process that finds a difference.
 
     Args:
-      config: the settings.
-      mesh: of a pjit program, where `grads` are stacked; None inside of a shard_map.
-      grads: the gradients.
+      settings: of the transformation.
+      grads: the gradients; stacked if `settings.mesh` is given.
 
     Raises:
       ValueError: another process has other settings or another tree.
     """
     global _is_published
     with _lock:
-        if _is_published or not _is_of_all_processes(config, mesh):
+        if _is_published or not _is_of_all_processes(settings):
             return
         _is_published = True
-    if mesh is not None:
+    if settings.mesh is not None:
         grads = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), grads)
-    own, rank = fingerprint(config, grads), jax.process_index()
+    own, rank = fingerprint(settings, grads), jax.process_index()
     text = json.dumps(own)
     digest = hashlib.sha256(text.encode()).hexdigest()
     client = _store()
@@ -75,13 +66,14 @@ def check_configuration(config: Config, mesh: Any, grads: Any) -> None:
             )
 
 
-def _is_of_all_processes(config: Config, mesh: Any) -> bool:
+def _is_of_all_processes(settings: Settings) -> bool:
     """Whether all processes have to do the same."""
     if jax.process_count() == 1 or _store() is None or os.environ.get("SKIPREDUCE_CHECK_CONFIGURATION") == "0":
         return False
+    mesh = settings.mesh
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
-        if any(name not in mesh.manual_axes for name in config.all_axes):
+        if any(name not in mesh.manual_axes for name in settings.all_axes):
             return False  # simulated by vmap
     return mesh.size == jax.device_count()
 
@@ -93,32 +85,21 @@ def _store() -> Any:
     return distributed.global_state.client
 
 
-def fingerprint(config: Config, grads: Any) -> dict[str, str]:
+def fingerprint(settings: Settings, grads: Any) -> dict[str, str]:
     """What has to be the same on all processes, by name."""
     own_version = importlib.import_module("jax_skipreduce").__version__
     described = {"jax_skipreduce": own_version, "jax": jax.__version__}
-    for field in dataclasses.fields(config):
-        if field.name not in ("skip_ratio", "protect", "backend"):
-            described[field.name] = str(getattr(config, field.name))
-    described["backend"] = _ffi.chosen_backend(config.backend)
+    for name in ("axis_name", "min_size", "bucket_bytes", "fast_axes"):
+        described[name] = str(getattr(settings, name))
+    of_all, of_leaves = settings.compressor.fingerprint(grads)
+    described |= of_all
     # What is given as a function counts by what it says.
-    treated = treatments(grads, protected_leaves(grads, config.protect), config.min_size)
-    ratios = ratios_of_leaves(config.skip_ratio, grads)
-    shown = {id(ratio): ratio for ratio in ratios}
-    shown = {key: _shown(ratio) for key, ratio in shown.items()}
-    for path, leaf, treatment, ratio in zip(leaf_paths(grads), jax.tree.leaves(grads), treated, ratios, strict=True):
-        described[f"gradient {path!r}"] = f"{leaf.dtype}{list(leaf.shape)}, {treatment}, skip_ratio {shown[id(ratio)]}"
+    treated = treatments(grads, protected_leaves(grads, settings.protect), settings.min_size)
+    for path, leaf, treatment, said in zip(leaf_paths(grads), jax.tree.leaves(grads), treated, of_leaves, strict=True):
+        told = settings.compressor.treatment if treatment == "compressed" else treatment
+        parts = (f"{leaf.dtype}{list(leaf.shape)}", told, said)
+        described[f"gradient {path!r}"] = ", ".join(part for part in parts if part)
     return described
-
-
-def _shown(ratio: Any) -> str:
-    if isinstance(ratio, Tracer):
-        return "traced"
-    if not callable(ratio):
-        return f"{float(ratio):g}"
-    values: list[Any] = outside_of_the_trace(lambda: [ratio(jnp.int32(count)) for count in _LOOKED_AT])
-    # Processors of different types may differ in the last digits.
-    return ", ".join(f"{float(value):.4g}" for value in values)
 
 
 def first_difference(own: dict[str, str], other: dict[str, str]) -> str | None:

@@ -7,29 +7,29 @@ user's, or, in pjit programs, one over the whole mesh, to which gradients come s
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Hashable, Sequence
+import warnings
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
-from jax_skipreduce._backends.ppermute import Ring
-from jax_skipreduce._checks.replicas import check_replicas_when
-from jax_skipreduce._gradients.selection import leaf_paths
-from jax_skipreduce._transform.step import Config, reduce_gradients
+from jax_skipreduce._gradients.paths import leaf_paths
+from jax_skipreduce._gradients.specs import axes_of, checked_specs, is_spec
+from jax_skipreduce._transform.settings import Settings
+from jax_skipreduce._transform.step import reduce_gradients
+from jax_skipreduce._workers.group import Group
 
 
-def reduce_local(config: Config, param_specs: Any, grads: Any, count: Any) -> Any:
-    """The mean of local gradients, where `config.axis_name` is bound.
+def reduce_local(settings: Settings, grads: Any, count: Any, per_worker: Any) -> tuple[Any, Any]:
+    """The mean of local gradients, where `settings.axis_name` is bound, and what this worker keeps.
 
     Raises:
       ValueError: `param_specs` is given where no axis is left that it could name.
     """
-    ring = Ring.of(config.axis_name)
+    group, param_specs = Group.of(settings.axis_name), settings.param_specs
     mesh = jax.sharding.get_abstract_mesh()
     remaining = [name for name in mesh.axis_names if name not in mesh.manual_axes]
     if not remaining:
@@ -39,30 +39,32 @@ def reduce_local(config: Config, param_specs: Any, grads: Any, count: Any) -> An
                 "already. Leave it out; it is for jax.shard_map(.., axis_names=..) over some of the axes, or with "
                 "mesh= for pjit programs"
             )
-        return reduce_gradients(config, ring, grads, count)
+        return reduce_gradients(settings, group, grads, count, per_worker)
     arrays = _without_float0(grads)
-    specs = _specs(param_specs, arrays, remaining, num_leading=0)
-    if not any(axes_of(spec) for spec in jax.tree.leaves(specs, is_leaf=_is_spec)):
-        return reduce_gradients(config, ring, grads, count)  # over Auto axes that nothing is said of
+    specs = checked_specs(param_specs, arrays, remaining, num_leading=0)
+    if not any(axes_of(spec) for spec in jax.tree.leaves(specs, is_leaf=is_spec)):
+        return reduce_gradients(settings, group, grads, count, per_worker)  # over Auto axes that nothing is said of
+    entries = _without_entries(grads, per_worker)
+    rows = _row_specs(specs, entries, (), remaining)
 
-    def reduce(arrays: Any, count: Any, rank: jax.Array) -> Any:
-        # The rank comes in as an operand: JAX 0.10.0 cannot lower axis_index of the outer axis here.
-        return reduce_gradients(config, dataclasses.replace(ring, rank=rank), arrays, count)
+    def reduce(arrays: Any, count: Any, per_worker: Any, rank: jax.Array) -> tuple[Any, Any]:
+        return reduce_gradients(settings, Group.of(settings.axis_name, rank), arrays, count, per_worker)
 
     shared = PartitionSpec()
     mapped = jax.shard_map(
         reduce,
-        in_specs=(specs, shared, shared),
-        out_specs=specs,
+        in_specs=(specs, shared, rows, shared),
+        out_specs=(specs, rows),
         axis_names=set(remaining),
-        check_vma=ring.tracked,
+        check_vma=group.tracked,
     )
-    return _with_float0(grads, mapped(arrays, count, ring.rank), num_leading=0)
+    means, kept = mapped(arrays, count, entries, group.rank)
+    return _with_float0(grads, means, num_leading=0), _with_entries(grads, kept)
 
 
-def reduce_stacked(config: Config, mesh: Any, param_specs: Any, grads: Any, count: Any, params: Any) -> Any:
-    """The mean over the leading axis of every leaf, sharded as `param_specs` says."""
-    names = config.all_axes
+def reduce_stacked(settings: Settings, grads: Any, count: Any, params: Any, per_worker: Any) -> tuple[Any, Any]:
+    """The mean over the leading axis of every leaf, sharded as `param_specs` says, and what the workers keep."""
+    mesh, names, others = settings.mesh, settings.all_axes, settings.other_axes
     bound = [name for name in names if name in jax.sharding.get_abstract_mesh().manual_axes]
     if bound:
         raise ValueError(
@@ -70,102 +72,55 @@ def reduce_stacked(config: Config, mesh: Any, param_specs: Any, grads: Any, coun
             "gradients"
         )
     _check_rows(grads, params, names, prod(mesh.shape[name] for name in names))
+    _warn_of_auto_axes(settings)
     arrays = _without_float0(grads)
-    specs = _specs(param_specs, arrays, [name for name in mesh.axis_names if name not in names], num_leading=1)
-    stacked_specs = jax.tree.map(lambda spec: PartitionSpec(names, *spec), specs, is_leaf=_is_spec)
+    specs = checked_specs(settings.param_specs, arrays, others, num_leading=1)
+    stacked = jax.tree.map(lambda spec: PartitionSpec(names, *spec), specs, is_leaf=is_spec)
+    entries = _without_entries(grads, per_worker)
+    rows = _row_specs(specs, entries, names, others)
 
-    def reduce(rows: Any, count: Any) -> Any:
-        return reduce_gradients(config, Ring.of(config.axis_name), jax.tree.map(lambda row: row[0], rows), count)
+    def reduce(rows: Any, count: Any, per_worker: Any) -> tuple[Any, Any]:
+        own = jax.tree.map(lambda row: row[0], rows)
+        return reduce_gradients(settings, Group.of(settings.axis_name), own, count, per_worker)
 
     mapped = jax.shard_map(
         reduce,
         mesh=mesh,
-        in_specs=(stacked_specs, PartitionSpec()),
-        out_specs=specs,
+        in_specs=(stacked, PartitionSpec(), rows),
+        out_specs=(specs, rows),
         axis_names=set(mesh.axis_names),
     )
-    return _with_float0(grads, mapped(arrays, count), num_leading=1)
+    means, kept = mapped(arrays, count, entries)
+    return _with_float0(grads, means, num_leading=1), _with_entries(grads, kept)
 
 
-def check_parameters(config: Config, mesh: Any, param_specs: Any, params: Any, count: Any) -> None:
-    """Compares parameters over the workers, in the steps that `config.check_every` names."""
-    if params is None:
-        raise ValueError(
-            f"params=None: with check_every={config.check_every}, call update(grads, state, params), which are compared"
-        )
+def _row_specs(specs: Any, per_worker: Any, names: tuple[Any, ...], others: list[Any]) -> Any:
+    """How rows of state are sharded: over the data axes, and the axes that their parameter is sharded over."""
+    flat = jax.tree.leaves(specs, is_leaf=is_spec)
+    if not isinstance(per_worker, (tuple, list)) or len(per_worker) != len(flat):
+        return jax.tree.map(lambda _: PartitionSpec(names), per_worker)  # `take_row` says what is wrong
+    entries = []
+    for spec, entry in zip(flat, per_worker, strict=True):
+        sharded = tuple(name for name in others if name in axes_of(spec))
+        rows = (*names, *sharded)
+        entries.append(jax.tree.map(lambda _, rows=rows: PartitionSpec(rows or None), entry))
+    return type(per_worker)(entries)
 
-    def check_now(params: Any, count: Any) -> None:
-        check_replicas_when(count % config.check_every == 0, params, config.all_axes, "parameters")
 
-    if mesh is None:
-        check_now(params, count)
+def _warn_of_auto_axes(settings: Settings) -> None:
+    """Says once per place that Auto axes, of which types say nothing, may cost all-gathers."""
+    if settings.param_specs is not None:
         return
-    # What each device holds, which the types of a pjit program take to be the same.
-    specs = _specs(param_specs, params, [name for name in mesh.axis_names if name not in config.all_axes], 0)
-    jax.shard_map(
-        check_now,
-        mesh=mesh,
-        in_specs=(specs, PartitionSpec()),
-        out_specs=None,
-        axis_names=set(mesh.axis_names),
-    )(params, count)
-
-
-def broadcast_specs(param_specs: Any, tree: Any) -> Any:
-    """One PartitionSpec per leaf of `tree`.
-
-    Raises:
-      ValueError: `param_specs` is not a prefix of `tree`.
-    """
-    try:
-        return jax.tree.broadcast(param_specs, tree, is_leaf=_is_spec)
-    except ValueError as error:
-        raise ValueError(
-            "param_specs does not match the tree of parameters: expected a PartitionSpec for each parameter, "
-            f"or a prefix of the tree. JAX says: {str(error).splitlines()[0]}"
-        ) from None
-
-
-def specs_of_types(tree: Any, num_leading: int = 0) -> Any:
-    """How the leaves of `tree` are sharded over Explicit axes, which their types say; of Auto axes they say nothing.
-
-    The first `num_leading` dimensions are left out.
-    """
-    return jax.tree.map(lambda leaf: PartitionSpec(*jax.typeof(leaf).sharding.spec[num_leading:]), tree)
-
-
-def axes_of(spec: PartitionSpec) -> frozenset[Hashable]:
-    """The axes that `spec` names."""
-    names = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
-    return frozenset(name for name in names if name is not None)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
-def _specs(param_specs: Any, grads: Any, available: Sequence[Any], num_leading: int) -> Any:
-    """One PartitionSpec over the `available` axes per parameter, checked.
-
-    Args:
-      param_specs: what the user gave.
-      grads: the gradients, with `num_leading` dimensions more than the parameters.
-      available: axes that parameters may be sharded over.
-      num_leading: 1 where gradients are stacked by worker, else 0.
-    """
-    specs = specs_of_types(grads, num_leading) if param_specs is None else broadcast_specs(param_specs, grads)
-    for path, spec, leaf in zip(
-        leaf_paths(grads), jax.tree.leaves(specs, is_leaf=_is_spec), jax.tree.leaves(grads), strict=True
-    ):
-        where = f"param_specs has {spec} for {path!r}"
-        if not _is_spec(spec):
-            raise TypeError(f"{where}: expected a PartitionSpec")
-        other = sorted(str(name) for name in axes_of(spec) - set(available))
-        if other:
-            raise ValueError(f"{where}: parameters can be sharded over {available} here, not over {', '.join(other)}")
-        if len(spec) > jnp.ndim(leaf) - num_leading:
-            raise ValueError(f"{where}: expected at most {jnp.ndim(leaf) - num_leading} entries, one per dimension")
-    return specs
+    mesh = settings.mesh
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    auto = [name for name in settings.other_axes if types[name] == AxisType.Auto and mesh.shape[name] > 1]
+    if auto:
+        warnings.warn(
+            f"the mesh has Auto axes {auto} beside the data axis, and param_specs is None: parameters that are sharded "
+            "over them are gathered in every step. Give param_specs, the PartitionSpec of each parameter "
+            "(param_specs=jax.sharding.PartitionSpec() if none is sharded)",
+            stacklevel=2,
+        )
 
 
 def _check_rows(grads: Any, params: Any, names: tuple[Any, ...], num_workers: int) -> None:
@@ -203,3 +158,18 @@ def _with_float0(grads: Any, reduced: Any, num_leading: int) -> Any:
         return np.zeros(before.shape[num_leading:], jax.dtypes.float0) if _is_float0(before) else after
 
     return jax.tree.map(put_back, grads, reduced)
+
+
+def _without_entries(grads: Any, per_worker: Any) -> Any:
+    """What workers keep, without the entries of float0 gradients, which keep nothing."""
+    leaves = jax.tree.leaves(grads)
+    if not isinstance(per_worker, (tuple, list)) or len(per_worker) != len(leaves):
+        return per_worker
+    return tuple(entry for entry, leaf in zip(per_worker, leaves, strict=True) if not _is_float0(leaf))
+
+
+def _with_entries(grads: Any, kept: Any) -> Any:
+    if not kept:
+        return kept
+    entries = iter(kept)
+    return tuple(None if _is_float0(leaf) else next(entries) for leaf in jax.tree.leaves(grads))

@@ -63,7 +63,7 @@ def bound_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
 def outside_of_the_trace(function: Callable[[], Any]) -> Any:
     """``function()``, which computes with numbers that are known, where nothing of the surrounding trace is seen.
 
-    In a thread of its own: `jax.ensure_compile_time_eval` leaves the mesh and the guards of what surrounds it.
+    In a thread of its own: `jax.ensure_compile_time_eval` does not clear the ambient mesh or the transfer guards.
     """
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(function).result()
@@ -85,3 +85,13 @@ def make_varying(x: jax.Array, names: tuple[Hashable, ...]) -> jax.Array:
     # A second cast of the same axis raises, so only those that are missing.
     missing = tuple(name for name in names if name not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def check_counter(count: Any, axis_name: AxisName, what: str) -> None:
+    """Raises ValueError if workers may hold different step counters."""
+    if varying := varying_axes(count) & set(axis_names(axis_name)):
+        raise ValueError(
+            f"the step counter of {what} varies over {', '.join(sorted(map(str, varying)))}: workers with "
+            "different counters would wait for each other for ever. Pass opt_state with in_specs P() through "
+            "jax.shard_map"
+        )

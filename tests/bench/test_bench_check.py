@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
 from jax_skipreduce._topologies import reference as _reference
-from jax_skipreduce._topologies.ring import ring_schedule
+from jax_skipreduce._topologies.ring import RING
 from jax_skipreduce.programs.bench._candidates import AXIS, Candidate, reduction
 from jax_skipreduce.programs.bench._check import Pattern, count_wrong
 from jax_skipreduce.programs.bench._settings import DType, Mode
@@ -64,7 +64,7 @@ def test_expected_is_what_the_schedule_gives(num_workers):
     for num_skipped in range(num_workers):
         for shift in range(num_workers):
             slices = messages.reshape(num_workers, num_workers, size)
-            held = _reference.run(ring_schedule(num_workers, num_skipped, shift), slices)
+            held = _reference.run(RING.schedule(num_workers, num_skipped, shift), slices)
             expected = pattern.expected(num_workers * size, F32, num_skipped, shift)
             for row in held.reshape(num_workers, -1):
                 np.testing.assert_array_equal(row, expected)

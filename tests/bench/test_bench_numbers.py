@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jax_skipreduce._topologies.ring import ring_schedule
+from jax_skipreduce._topologies.ring import RING
 from jax_skipreduce.programs.bench import _rows, _table
 from jax_skipreduce.programs.bench._candidates import Candidate, make_candidates
 from jax_skipreduce.programs.bench._measure import Measurement
@@ -58,7 +58,7 @@ def test_wire_bytes_by_hand():
 @pytest.mark.parametrize("num_workers", [2, 3, 8])
 def test_wire_bytes_are_those_of_the_schedule(num_workers):
     for num_skipped in range(num_workers):
-        sent = set(ring_schedule(num_workers, num_skipped).slices_sent())
+        sent = set(RING.schedule(num_workers, num_skipped).slices_sent())
         assert {_rows.wire_bytes(num_workers * 5, num_workers, num_skipped, BF16)} == {n * 5 * 2 for n in sent}
 
 

@@ -32,7 +32,7 @@ def final_accuracies(seeds, **changes):
         return trainer.run(reduction, seed, lambda step, loss, accuracy: None).final_accuracy
 
     full = [train(_training.full_reduction(), seed) for seed in seeds]
-    return full, [train(_training.skipping(chosen, seed), seed) for seed in seeds]
+    return full, [train(_training.skipping(chosen, seed).transform(), seed) for seed in seeds]
 
 
 def test_half_skipped_is_within_a_point_of_full_reduction():

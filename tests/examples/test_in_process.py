@@ -94,7 +94,7 @@ def test_a_train_state_survives_the_checkpoint(load_example, tmp_path):
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     for leaf, other in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(leaf, other)
-    assert int(restored.opt_state[0].count) == 2
+    assert int(restored.opt_state[0].num_reductions) == 2
 
 
 def test_says_what_is_missing(name, load_example):

@@ -14,9 +14,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jax_skipreduce import SkipReduce
 from jax_skipreduce._transform import configuration as _configuration
 from jax_skipreduce._transform.configuration import _is_of_all_processes, fingerprint, first_difference
-from jax_skipreduce._transform.step import Config
 from tests.multiprocess.test_gloo import free_port
 
 ROOT = Path(__file__).parent.parent.parent
@@ -78,14 +78,14 @@ def test_the_same_settings_are_fine():
 
 def test_fingerprints():
     grads = {"w": jnp.zeros(2000), "b": jnp.zeros(3)}
-    one = fingerprint(Config("data", lambda count: 0.5), grads)
+    one = fingerprint(SkipReduce("data", lambda count: 0.5).settings, grads)
     assert "gradient 'b' is float32[3], small, skip_ratio 0.5, 0.5," in str(
-        first_difference(one, fingerprint(Config("data", 0.25), grads))
+        first_difference(one, fingerprint(SkipReduce("data", 0.25).settings, grads))
     )
-    protected = fingerprint(Config("data", lambda count: 0.5, protect=lambda path, leaf: True), grads)
+    protected = fingerprint(SkipReduce("data", lambda count: 0.5, protect=lambda path, leaf: True).settings, grads)
     assert "gradient 'b' is float32[3], small" in str(first_difference(one, protected))
     assert "float32[2000], protected" in protected["gradient 'w'"]
-    assert one == fingerprint(Config("data", lambda count: 0.25 + 0.25), grads)
+    assert one == fingerprint(SkipReduce("data", lambda count: 0.25 + 0.25).settings, grads)
     assert first_difference(one, one) is None
     assert "gradient 'b' is float32[3], small" in str(first_difference(one, {**one, "gradient 'b'": "?"}))
     assert first_difference(one, {k: v for k, v in one.items() if k != "seed"}) == (
@@ -101,25 +101,25 @@ def test_schedules_are_looked_at_inside_of_any_mesh(ratio, axis_type):
     found = []
 
     def step(x):
-        found.append(fingerprint(Config("data", ratio), {"w": x}))
+        found.append(fingerprint(SkipReduce("data", ratio).settings, {"w": x}))
         return x
 
     with jax.set_mesh(mesh):
         jax.jit(jax.shard_map(step, in_specs=P(), out_specs=P()))(jnp.zeros(2000))
-    assert found == [fingerprint(Config("data", ratio), {"w": jnp.zeros(2000)})]
+    assert found == [fingerprint(SkipReduce("data", ratio).settings, {"w": jnp.zeros(2000)})]
 
 
 def test_who_is_compared(monkeypatch):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    config = Config("data", 0.5)
+    config = SkipReduce("data", 0.5).settings
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(_configuration, "_store", object)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert _is_of_all_processes(config, mesh)
+    assert _is_of_all_processes(SkipReduce("data", 0.5, mesh=mesh).settings)
     seen = []
 
     def step(x):
-        seen.append(_is_of_all_processes(config, None))
+        seen.append(_is_of_all_processes(config))
         return x
 
     jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())(jnp.zeros(3))

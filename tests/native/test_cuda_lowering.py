@@ -148,12 +148,12 @@ def test_native_info_says_what_was_found():
 
 
 def test_a_library_of_another_version(monkeypatch):
-    _ffi._reason_not_loaded.cache_clear()
+    _ffi.reason_not_loaded.cache_clear()
     monkeypatch.setattr(_ffi, "library", object)
     try:
-        assert "is of another version of this package: install it again" in str(_ffi._reason_not_loaded())
+        assert "is of another version of this package: install it again" in str(_ffi.reason_not_loaded())
     finally:
-        _ffi._reason_not_loaded.cache_clear()
+        _ffi.reason_not_loaded.cache_clear()
 
 
 @pytest.mark.parametrize("platform", ["tpu"])

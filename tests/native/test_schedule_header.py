@@ -1,4 +1,4 @@
-"""xla_ffi/ring_schedule.h against _ring.py: the handlers and the ring of ppermutes take the same slices."""
+"""xla_ffi/ring_schedule.h against _topologies/ring.py: the handlers and the ring of ppermutes take the same slices."""
 
 import pytest
 

@@ -100,7 +100,7 @@ def test_seeds_skip_differently():
 def test_the_start_of_a_seed_moves_our_counter_alone():
     tx = optax.chain(sr.skipreduce("data", 0.5), optax.adam(1e-3))
     state = _methods.start_count(tx.init(jnp.zeros(3)), seed=7)
-    assert (state[0].count, state[0].count.dtype) == (7 * 2**20, jnp.int32)
+    assert (state[0].num_reductions, state[0].num_reductions.dtype) == (7 * 2**20, jnp.int32)
     assert state[1][0].count == 0
     # An int32 has to do for every seed.
-    assert 0 <= _methods.start_count(tx.init(jnp.zeros(3)), seed=10**6 + 1)[0].count < 2**31 - 2**20 + 1
+    assert 0 <= _methods.start_count(tx.init(jnp.zeros(3)), seed=10**6 + 1)[0].num_reductions < 2**31 - 2**20 + 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jax_skipreduce as sr
-from jax_skipreduce._gradients.selection import leaf_paths
+from jax_skipreduce._gradients.paths import leaf_paths
 from jax_skipreduce.programs.tta._lm import ByteLM, rotate
 from jax_skipreduce.programs.tta._vgg import VGG
 

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from jax_skipreduce._topologies.ring import num_wire_steps
+from jax_skipreduce._topologies.ring import RING
 from jax_skipreduce.programs.bench._rows import Row
 
 _MAX_COLUMNS = 3
@@ -70,8 +70,8 @@ def _draw_size(panel: Any, rows: Sequence[Row], num_workers: int) -> None:
     for wire_dtype in dict.fromkeys(wire_dtype for wire_dtype, _, _ in series):
         first = next(row for row in ring if row.wire_dtype == wire_dtype)
         # The bytes of all k are those of one of them, times the ratio of their steps.
-        steps = np.array([num_wire_steps(num_workers, k) for k in range(num_workers)])
-        theory = first.theoretical_speedup * num_wire_steps(num_workers, first.num_skipped) / steps
+        steps = np.array([RING.num_steps(num_workers, k) for k in range(num_workers)])
+        theory = first.theoretical_speedup * RING.num_steps(num_workers, first.num_skipped) / steps
         panel.plot(ratios, theory, color=_WIRE_COLORS[wire_dtype], linewidth=1.2, label=f"theory, {wire_dtype} wire")
     for number, (wire_dtype, algorithm, mode) in enumerate(series):
         points = [row for row in ring if (row.wire_dtype, row.algorithm, row.mode) == (wire_dtype, algorithm, mode)]

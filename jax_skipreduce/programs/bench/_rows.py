@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_skipreduce._topologies.ring import num_wire_steps
+from jax_skipreduce._topologies.ring import RING
 from jax_skipreduce.programs.bench._measure import Measurement
 from jax_skipreduce.programs.bench._settings import DType
 
@@ -73,7 +73,7 @@ class Row:
 def wire_bytes(count: int, num_workers: int, num_skipped: int, wire_dtype: DType) -> int:
     """Bytes that each worker sends: one slice per step of the ring."""
     slice_size = -(-count // num_workers)
-    return num_wire_steps(num_workers, num_skipped) * slice_size * wire_dtype.itemsize
+    return RING.num_steps(num_workers, num_skipped) * slice_size * wire_dtype.itemsize
 
 
 def make_rows(size_bytes: int, dtype: DType, num_workers: int, measurements: Sequence[Measurement]) -> list[Row]:

@@ -17,7 +17,7 @@ def compare(trainer: Trainer, settings: Settings, console: Console) -> Compariso
     """Trains with both methods, once per seed."""
     methods: tuple[tuple[str, Callable[[int], optax.GradientTransformation]], ...] = (
         ("full reduction", lambda _: full_reduction()),
-        (skipping_name(settings), lambda seed: skipping(settings, seed)),
+        (skipping_name(settings), lambda seed: skipping(settings, seed).transform()),
     )
     columns = (
         TextColumn("{task.description}"),

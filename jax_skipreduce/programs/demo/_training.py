@@ -81,9 +81,9 @@ def full_reduction() -> optax.GradientTransformation:
     return optax.stateless(lambda updates, _: lax.pmean(updates, AXIS))
 
 
-def skipping(settings: Settings, seed: int) -> optax.GradientTransformation:
+def skipping(settings: Settings, seed: int) -> sr.SkipReduce:
     """`skipreduce` as the settings say."""
-    return sr.skipreduce(
+    return sr.SkipReduce(
         AXIS, settings.skip_ratio, mode=settings.mode.value, normalize=settings.normalize.value, seed=seed
     )
 
@@ -108,7 +108,7 @@ class Trainer:
     def describe(self) -> sr.Description:
         """What is skipped, and what goes over the wire."""
         shapes = jax.eval_shape(self._model.init, jax.random.key(0), self._dataset.train_images[:1])
-        return sr.describe(shapes, self._settings.num_workers, skipping(self._settings, seed=0))
+        return skipping(self._settings, seed=0).describe(shapes, self._settings.num_workers)
 
     def run(self, reduction: optax.GradientTransformation, seed: int, on_progress: OnProgress) -> Run:
         """Trains from scratch. With the same seed everything but the reduction is the same."""

@@ -112,7 +112,7 @@ def start_count(opt_state: Any, seed: int) -> Any:
     def start(state: Any) -> Any:
         # The counter is an int32.
         first = seed * _COUNTS_PER_SEED % 2**31
-        return sr.SkipReduceState(jnp.asarray(first, jnp.int32)) if is_ours(state) else state
+        return state._replace(num_reductions=jnp.asarray(first, jnp.int32)) if is_ours(state) else state
 
     return jax.tree.map(start, opt_state, is_leaf=is_ours)
 

@@ -1,40 +1,82 @@
-"""skipreduce(): the optax transformation."""
+"""skipreduce(): skipping as an optax transformation, and its settings as an object."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from jax_skipreduce._backends.ffi import Backend
-from jax_skipreduce._backends.ppermute import Normalize
+from jax_skipreduce._backends.reduction import Backend
+from jax_skipreduce._compressors.skip import Skip, TransformMode
+from jax_skipreduce._forecast.method import Method
 from jax_skipreduce._gradients.ratio import SkipRatios
 from jax_skipreduce._gradients.selection import Protect
-from jax_skipreduce._transform import sharded as _sharded
-from jax_skipreduce._transform.configuration import check_configuration
-from jax_skipreduce._transform.step import Config, TransformMode
-from jax_skipreduce._workers import axes as _axes
+from jax_skipreduce._transform.registry import register
+from jax_skipreduce._transform.settings import Settings
 from jax_skipreduce._workers.axes import AxisName
+from jax_skipreduce._workers.mean import Normalize
+from jax_skipreduce._workers.wire import Wire
 
 
-class SkipReduceState(NamedTuple):
-    """State of `skipreduce`: the step counter, and the only thing to checkpoint.
+@register
+@dataclasses.dataclass(frozen=True)
+class SkipReduce(Method):
+    """The settings of `skipreduce` as an object, which knows them after the transformation is in a chain.
 
-    Attributes:
-      count: int32 scalar, steps made; the same on all workers. It stays at the largest int32.
+    It takes the arguments of `skipreduce`. ``SkipReduce(..).transform()`` is ``skipreduce(..)``. `describe` and
+    `metrics` tell what it does before a run and during one.
+
+    Raises:
+      ValueError, TypeError: an argument is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> import jax_skipreduce as sr
+      >>> method = sr.SkipReduce("data", 0.5)
+      >>> tx = optax.chain(method.transform(), optax.adam(1e-3))
+      >>> params = {"kernel": jnp.zeros((784, 128))}
+      >>> method.describe(params, num_workers=8).num_skipped
+      4
+      >>> method.metrics(tx.init(params), params, num_workers=8)["skipreduce/bytes_saved"]
+      200704
     """
 
-    count: Any  # jax.Array; the name hides tuple.count, as in optax's own states
+    name: ClassVar[str] = Skip.name
 
+    axis_name: AxisName
+    skip_ratio: SkipRatios = 0.5
+    _: dataclasses.KW_ONLY
+    mode: TransformMode = "random"
+    normalize: Normalize = "skip"
+    protect: Protect = None
+    min_size: int = 1024
+    bucket_bytes: int = 25 * 2**20
+    seed: int = 0
+    wire_dtype: jax.typing.DTypeLike | None = None
+    backend: Backend = "auto"
+    fast_axes: AxisName = ()
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
+    param_specs: Any = None
 
-class SkipReduce(optax.GradientTransformation):
-    """What `skipreduce` returns: an optax transformation that knows its settings (for `describe`)."""
+    def __post_init__(self) -> None:
+        _ = self.settings  # checks them
 
-    config: Config
-    mesh: Any
-    param_specs: Any
+    @property
+    def settings(self) -> Settings:
+        """The settings that all transformations have, with skipping for the compressor."""
+        skip = Skip(self.skip_ratio, self.mode, self.normalize, self.seed, Wire.of(self.wire_dtype), self.backend)
+        return Settings(
+            axis_name=self.axis_name,
+            compressor=skip,
+            protect=self.protect,
+            min_size=self.min_size,
+            bucket_bytes=self.bucket_bytes,
+            fast_axes=self.fast_axes,
+            mesh=self.mesh,
+            param_specs=self.param_specs,
+        )
 
 
 def skipreduce(
@@ -50,7 +92,6 @@ def skipreduce(
     wire_dtype: jax.typing.DTypeLike | None = None,
     backend: Backend = "auto",
     fast_axes: AxisName = (),
-    check_every: int | None = None,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     param_specs: Any = None,
 ) -> optax.GradientTransformation:
@@ -64,7 +105,7 @@ def skipreduce(
     gradient is left out of k of the N slices of each leaf, where k = round(skip_ratio * N); which
     ones is drawn anew for each step and bucket. Bytes on the wire per worker for a leaf of n
     elements: (2(N-1) - k) * ceil(n/N) * itemsize, against 2(N-1) * ceil(n/N) * itemsize; `describe`
-    has the table. The item is one of `wire_dtype`, where that is narrower.
+    has the table. itemsize is that of `wire_dtype` if it is narrower.
 
     Reduced in full, as `lax.pmean` does it and in one call, are leaves that `protect` names, leaves
     under `min_size` elements, and integer and bool leaves (which come as floats, as from
@@ -78,6 +119,11 @@ def skipreduce(
     runs in a `shard_map` of its own over all axes of the mesh, and tensor-parallel parameters stay
     sharded.
 
+    To freeze parameters, leave them out of what is differentiated, or give zeros for their gradients before the chain:
+    docs/sharp-bits.md has the recipe that sends nothing for them.
+
+    `SkipReduce` holds the same settings as an object that also describes them, whatever chain the transformation is in.
+
     Args:
       axis_name: the data-parallel mesh axis, or a tuple of them in any order.
       skip_ratio: share of the gradient that each worker leaves out: a number in [0, 1), which gives
@@ -85,7 +131,7 @@ def skipreduce(
         recompilation (what it gives is checked at some steps when the step is traced, and clamped at
         all others). k is rounded half to even: half of 3 workers are 2, a quarter of 2 are none. For
         ratios by layer: a pytree of such numbers and schedules (or a prefix), or a function of (path, leaf)
-        that gives one. Leaves of one k, or of one and the same schedule, share buckets; else more are sent.
+        that gives one. Each distinct k or schedule gets buckets of its own.
       mode: ``"random"`` moves the skipped slices every step. ``"static"`` does not: it biases
         training as soon as workers see different data. ``"dropout"`` (Algorithm 1, at random shifts)
         skips single elements with probability k/N, except for the first worker of each slice, and
@@ -107,14 +153,12 @@ def skipreduce(
         reduced in full over the fast ones, so that each of their M workers has 1/M of them to send over the
         slow ones, where steps are skipped and N is counted; then gathered over the fast ones. 16-bit floats
         are added up in float32 there, too.
-      check_every: in every step that is a multiple of this, parameters are compared over the workers, and an error
-        names worker and leaf if they differ (`check_replicas`). None: never. With it, `update` needs `params`,
-        and all mesh axes have to be manual (or `mesh` given).
       mesh: for pjit programs: the mesh. `update` then needs `params`.
       param_specs: the `PartitionSpec` of each parameter (a pytree, or a prefix of it) over axes that
         are not manual: with `mesh`, or in a `shard_map` over some of the axes. Shards are then reduced
         by themselves. None: as the types of the gradients say where those axes are Explicit; Auto
-        axes, of which types say nothing, count as not sharded over, and then gradients are gathered.
+        axes, of which types say nothing, count as not sharded over: then gradients are gathered, and with `mesh` a
+        warning says so.
 
     Returns:
       An `optax.GradientTransformation` with state `SkipReduceState`. The state does not depend on
@@ -125,6 +169,10 @@ def skipreduce(
         mask does not match, an axis is not bound, a leaf has a dtype that cannot be reduced, k or
         the counter differ between workers, or processes have other settings or trees (when the step
         is traced).
+
+    Warns:
+      UserWarning: `protect` names no leaf, or Auto axes without `param_specs` may cost all-gathers (when the step is
+        traced).
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -138,9 +186,9 @@ def skipreduce(
     References:
       SkipReduce, MICRO 2025: sections 4.3 (random), 4.4 (selective).
     """
-    config = Config(
-        axis_name=axis_name,
-        skip_ratio=skip_ratio,
+    return SkipReduce(
+        axis_name,
+        skip_ratio,
         mode=mode,
         normalize=normalize,
         protect=protect,
@@ -150,43 +198,6 @@ def skipreduce(
         wire_dtype=wire_dtype,
         backend=backend,
         fast_axes=fast_axes,
-        check_every=check_every,
-    )
-    if mesh is not None:
-        missing = [name for name in config.all_axes if name not in mesh.axis_names]
-        if missing:
-            given = f"axis_name={axis_name!r}" + (f", fast_axes={fast_axes!r}" if config.fast_axes else "")
-            raise ValueError(f"{given}: the mesh has no axis {missing}, only {mesh.axis_names}")
-
-    def init(params: optax.Params) -> SkipReduceState:
-        del params
-        return SkipReduceState(jnp.zeros([], jnp.int32))
-
-    def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, SkipReduceState]:
-        check_configuration(config, mesh, updates)
-        if config.check_every:
-            _sharded.check_parameters(config, mesh, param_specs, params, state.count)
-        if mesh is None:
-            _check_count(state.count, config.all_axes)
-            reduced = _sharded.reduce_local(config, param_specs, updates, state.count)
-        else:
-            reduced = _sharded.reduce_stacked(config, mesh, param_specs, updates, state.count, params)
-        return reduced, SkipReduceState(optax.safe_increment(state.count))
-
-    transformation = SkipReduce(init, update)
-    transformation.config = config
-    transformation.mesh = mesh
-    transformation.param_specs = param_specs
-    return transformation
-
-
-def _check_count(count: jax.Array, axis_name: AxisName) -> None:
-    varying = _axes.varying_axes(count) & set(_axes.axis_names(axis_name))
-    if varying:
-        raise ValueError(
-            f"the step counter of skipreduce varies over {', '.join(sorted(map(str, varying)))}: workers with "
-            "different counters would wait for each other for ever. Pass opt_state with in_specs P() through "
-            "jax.shard_map"
-        )
+        mesh=mesh,
+        param_specs=param_specs,
+    ).transform()

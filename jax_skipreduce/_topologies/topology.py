@@ -1,0 +1,56 @@
+"""A topology: along which links an all-reduce runs, and what it leaves out. One file each.
+
+A topology is data. It says who sends what to whom (`Topology.schedule`), and all else follows: the executor runs the
+schedule under a named axis, `describe` and the benchmarks count its steps and bytes, the tests run it in NumPy.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar
+
+from jax_skipreduce._topologies.schedule import Schedule
+
+
+class Topology(abc.ABC):
+    """The schedule of an all-reduce among N workers, for any N, with k of its steps left out.
+
+    The vector has N slices. What is left out is said for ``shift=0``; a shift c moves all slice indices by c, so the
+    executor can take one that is traced.
+
+    Attributes:
+      name: as `topology=` names it.
+    """
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def schedule(self, num_workers: int, num_skipped: int = 0, shift: int = 0, num_gather_skipped: int = 0) -> Schedule:
+        """The steps.
+
+        Args:
+          num_workers: N, at least 1.
+          num_skipped: k, how much of the reduction is left out, 0..`max_skipped`.
+          shift: c, added to every slice index, modulo N.
+          num_gather_skipped: all-gather steps left out.
+
+        Raises:
+          ValueError: a count is out of range.
+        """
+
+    def max_skipped(self, num_workers: int) -> int:
+        """The largest k."""
+        return max(num_workers - 1, 0)
+
+    def num_steps(self, num_workers: int, num_skipped: int = 0, num_gather_skipped: int = 0) -> int:
+        """Steps on the wire, one after the other."""
+        return len(self.schedule(num_workers, num_skipped, 0, num_gather_skipped).steps)
+
+    def slices_sent(self, num_workers: int, num_skipped: int = 0, num_gather_skipped: int = 0) -> int:
+        """Slices that a worker sends, the one that sends most. Times the bytes of a slice: bytes on the wire."""
+        return max(self.schedule(num_workers, num_skipped, 0, num_gather_skipped).slices_sent())
+
+    def speedup(self, num_workers: int, num_skipped: int) -> float:
+        """How many times fewer bytes are sent than with nothing skipped; 1 where nothing is sent."""
+        sent = self.slices_sent(num_workers, num_skipped)
+        return self.slices_sent(num_workers) / sent if sent else 1.0

@@ -1,0 +1,152 @@
+"""A compressor: what is sent of a bucket of gradients, and what a worker keeps for later. One file each.
+
+A compressor knows how to reduce one bucket. All else it gets from `transformation`: which leaves it sees (`protect`,
+`min_size`), buckets, pjit programs, state per worker, checkpoints, the comparison of configurations, `describe`,
+`metrics`.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Hashable, Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from jax_skipreduce._workers.group import Group
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """What a compressor does with one leaf in one step.
+
+    Attributes:
+      bucket_key: leaves of one key may share a bucket; hashable, known when the step is traced.
+      value: whatever the compressor needs to know of it; may be traced. It is the same for all leaves of a key.
+    """
+
+    bucket_key: Hashable = None
+    value: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafForecast:
+    """What a worker sends of one leaf in one step, where it is compressed.
+
+    Attributes:
+      sent_as: name of what travels, such as a dtype.
+      wire_bytes: bytes that a worker sends.
+      num_left_out: elements that a worker leaves out, averaged over the workers.
+      num_skipped: reduce-scatter steps left out.
+    """
+
+    sent_as: str
+    wire_bytes: int
+    num_left_out: float = 0.0
+    num_skipped: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepForecast:
+    """What a compressor does with a tree in one step.
+
+    Attributes:
+      leaves: one per leaf, as if all were compressed.
+      skip_ratio: share of the reduction that was asked to be left out; None if leaves have ratios of their own.
+      num_skipped: reduce-scatter steps left out; the most of any leaf.
+      has_schedule: whether another step may be another one.
+    """
+
+    leaves: tuple[LeafForecast, ...]
+    skip_ratio: float | None = None
+    num_skipped: int = 0
+    has_schedule: bool = False
+
+
+class Compressor(abc.ABC):
+    """Reduces buckets of float or complex gradients over the workers of a group.
+
+    Subclasses are frozen dataclasses. Their fields are compared between processes.
+
+    Attributes:
+      name: for messages and tables.
+      treatment: what `describe` says of a leaf that is compressed.
+    """
+
+    name: ClassVar[str]
+    treatment: ClassVar[str] = "compressed"
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether workers keep anything from step to step."""
+        return type(self).init is not Compressor.init
+
+    def init(self, leaf: jax.ShapeDtypeStruct, num_workers: int) -> Any:
+        """What one worker keeps of one leaf: a pytree of arrays, the same on all workers at first. None for nothing.
+
+        Args:
+          leaf: shape and dtype of what one worker holds of it (of a shard, where the parameter is sharded).
+          num_workers: N.
+        """
+        del leaf, num_workers
+
+    def resize(self, states: Any, num_workers: int) -> Any:
+        """States of one leaf for another number of workers: leaves of shape (N, ..) -> (`num_workers`, ..).
+
+        Raises:
+          ValueError: there is no rule for it.
+        """
+        del states
+        raise ValueError(
+            f"{self.name} has no rule for its state at another number of workers ({num_workers}): start it anew with "
+            "tx.init"
+        )
+
+    def plan_leaves(self, tree: Any, num_workers: int, count: Any) -> list[LeafPlan]:
+        """What happens to each leaf of `tree` in step `count`, in order. `count` may be traced."""
+        del num_workers, count
+        return [LeafPlan()] * len(jax.tree.leaves(tree))
+
+    def plan_buckets(self, values: Sequence[Any], group: Group, count: Any) -> list[Any]:
+        """What `reduce` needs to know of each bucket, from the values of their leaves: what is drawn, in one go."""
+        del group, count
+        return list(values)
+
+    @abc.abstractmethod
+    def reduce(
+        self, bucket: Sequence[jax.Array], states: Sequence[Any], plan: Any, group: Group
+    ) -> tuple[Sequence[jax.Array], Sequence[Any]]:
+        """The means of a bucket over the workers, and what each worker keeps of it.
+
+        Args:
+          bucket: arrays of one dtype, none of them empty: what this worker contributes.
+          states: what this worker keeps of each, as `init` made it.
+          plan: the bucket's entry of `plan_buckets`.
+          group: the workers.
+
+        Returns:
+          Means in the shapes and dtype of `bucket`, typed as the same on all workers; states in the structure, shapes
+          and dtypes of `states`.
+        """
+
+    @abc.abstractmethod
+    def forecast(self, tree: Any, num_workers: int, num_parts: int, count: int) -> StepForecast:
+        """What `reduce` will send, without running anything.
+
+        Args:
+          tree: shapes of what one worker holds.
+          num_workers: N.
+          num_parts: M, workers on the fast axes: each has 1/M of a leaf to send.
+          count: the step.
+        """
+
+    def headline(self, forecast: StepForecast, num_workers: int, when: str) -> str:
+        """The summary of a step in a few words; `when` names the step if there is a schedule, and is empty if not."""
+        del forecast, num_workers
+        return self.name + when
+
+    def fingerprint(self, tree: Any) -> tuple[dict[str, str], list[str]]:
+        """What all processes have to agree on: of all leaves by name, and of each leaf of `tree`."""
+        fields = {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
+        return {"compressor": self.name} | fields, [""] * len(jax.tree.leaves(tree))
