@@ -52,4 +52,4 @@ def unavailable() -> str | None:
             "skipreduce lab needs the permission to make namespaces and to mount in them, which this root lacks, as in "
             f"most containers (docker run --privileged gives it): {said}"
         )
-    return f"skipreduce lab needs a bridge, veth and tc tbf, and not all of it is in the kernel here: {said}"
+    return f"skipreduce lab needs a bridge, veth and tc tbf, and not all of it is allowed or in the kernel here: {said}"
