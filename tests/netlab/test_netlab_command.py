@@ -53,8 +53,8 @@ def test_options_after_the_command_belong_to_it(without_root):
 def test_without_root_a_sentence_says_so(without_root):
     code, output = lab("--workers", "2", "--rate", "1gbit", "--", "true")
     assert code == 1
-    assert output == ("skipreduce lab needs root to make network namespaces: run it with sudo (or see --dry-run).")
-    with pytest.raises(RuntimeError, match="needs root"):
+    assert output == "skipreduce lab: needs root to make network namespaces: run it with sudo (or see --dry-run)."
+    with pytest.raises(netlab.LabError, match="skipreduce lab needs root"):
         netlab.run(["true"], num_workers=2, rate="1gbit")
 
 
@@ -135,7 +135,6 @@ def test_how_a_lab_ends_is_the_exit_status(monkeypatch, error, code):
             raise error
         return 7
 
-    monkeypatch.setattr(_command, "unavailable", lambda: None)
     monkeypatch.setattr(_command, "run", run)
     arguments = ("--workers", "4", "--rate", "1gbit", "--output", "failed", "--timeout", "60")
     result, output = lab(*arguments, "--", "train", "--fast")

@@ -11,8 +11,7 @@ import typer
 
 from jax_skipreduce.programs.netlab._launch import LabError
 from jax_skipreduce.programs.netlab._output import Output, say
-from jax_skipreduce.programs.netlab._probe import unavailable
-from jax_skipreduce.programs.netlab._run import check, dry_run, run
+from jax_skipreduce.programs.netlab._run import dry_run, run
 
 
 def lab(
@@ -55,16 +54,11 @@ def lab(
             for line in dry_run(command, workers, rate, delay_queue):
                 typer.echo(line)
             return
-        # Arguments are checked first, so that they can be mended where there is no root.
-        check(command, workers, rate, delay_queue, output.value, timeout)
-        if (reason := unavailable()) is not None:
-            typer.echo(reason, err=True)
-            raise typer.Exit(1)
         status = run(command, num_workers=workers, rate=rate, queue=delay_queue, output=output.value, timeout_s=timeout)
     except ValueError as error:
         raise typer.BadParameter(_in_words_of_the_command(str(error))) from None
     except LabError as error:
-        say(str(error))
+        say(str(error).removeprefix("skipreduce lab "))
         raise typer.Exit(1) from None
     except BrokenPipeError:
         # Whoever read our output has gone. Python would complain at exit that it cannot flush.

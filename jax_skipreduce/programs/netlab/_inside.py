@@ -125,16 +125,16 @@ class Supervisor:
         for key, _ in self._selector.select(timeout_s):
             if key.fd == self._wakeup:
                 os.read(self._wakeup, _CHUNK_BYTES)
-            elif key.data is not None and not self._pass_on(key.data, key.fd):
+            elif key.data is not None and self._pass_on(key.data, key.fd) == 0:
                 self._selector.unregister(key.fd)
         self._reap()
 
-    def _pass_on(self, rank: int, pipe: int) -> int:
-        """Sends what is in the pipe, one chunk at most. Returns how many bytes: 0 too where none are there yet."""
+    def _pass_on(self, rank: int, pipe: int) -> int | None:
+        """Sends a chunk of output. Returns its number of bytes: 0 at the end of the file, None if there is none yet."""
         try:
             data = os.read(pipe, _CHUNK_BYTES)
         except BlockingIOError:
-            return 0
+            return None
         if data:
             self._send("output", rank, data.decode("latin-1"))
         return len(data)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jax_skipreduce.programs.netlab._launch import Lab
+from jax_skipreduce.programs.netlab._launch import Lab, LabError
 from jax_skipreduce.programs.netlab._output import Output, say, write
 from jax_skipreduce.programs.netlab._plan import Plan, choose_congestion_control, make_plan
 from jax_skipreduce.programs.netlab._probe import unavailable
@@ -56,8 +56,8 @@ def run(
 
     Raises:
       ValueError: an argument makes no sense.
-      RuntimeError: no lab can be made here.
-      LabError: a RuntimeError too: a command of the set-up failed, or the lab was killed from outside.
+      LabError: no lab can be made here, a command of the set-up failed, or the lab was killed from outside. A subclass
+        of RuntimeError.
 
     >>> if unavailable() is None:  # Two workers look each other up, where a lab can be made.
     ...     status = run(["getent", "hosts", "w0", "w1"], num_workers=2, rate="500mbit", output="failed")
@@ -67,13 +67,19 @@ def run(
       ...
     ValueError: rate='500mbps': tc reads mbps as bytes per second; write 500mbit for bits
     """
-    check(command, num_workers, rate, queue, output, timeout_s, grace_s)
+    # Arguments are checked first, so that they can be mended where there is no root.
+    plan = _plan(command, num_workers, rate, queue)
+    if output not in list(Output):
+        raise ValueError(f"output={output!r}: expected one of {', '.join(Output)}")
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s}: expected a number of seconds")
+    if not grace_s >= 0:
+        raise ValueError(f"grace_s={grace_s}: expected a number of seconds, 0 or more")
     if (reason := unavailable()) is not None:
-        raise RuntimeError(reason)
+        raise LabError(reason)
     extra = dict(env or {})
     if shutil.which(command[0], path=extra.get("PATH")) is None:
         raise ValueError(f"command={command[0]!r}: no such program in PATH")
-    plan = _plan(command, num_workers, rate, queue)
     job = {
         "setup": list(setup(plan)),
         "workers": [
@@ -97,25 +103,6 @@ def run(
         say(f"not done after {timeout_s:g} seconds: all workers were ended")
         return _TIMED_OUT
     return 0
-
-
-def check(
-    command: Sequence[str],
-    num_workers: int,
-    rate: str | Sequence[str],
-    queue: str,
-    output: str,
-    timeout_s: float | None,
-    grace_s: float = 0.0,
-) -> None:
-    """Raises ValueError for arguments of `run` that make no sense anywhere."""
-    _plan(command, num_workers, rate, queue)
-    if output not in list(Output):
-        raise ValueError(f"output={output!r}: expected one of {', '.join(Output)}")
-    if timeout_s is not None and not timeout_s > 0:
-        raise ValueError(f"timeout_s={timeout_s}: expected a number of seconds")
-    if not grace_s >= 0:
-        raise ValueError(f"grace_s={grace_s}: expected a number of seconds, 0 or more")
 
 
 def dry_run(command: Sequence[str], num_workers: int, rate: str | Sequence[str], queue: str) -> Iterator[str]:
