@@ -306,7 +306,7 @@ def test_sixteen_bit_overflow():
 
 def test_memory_is_kept():
     # Nothing of it can be seen without megabytes and a clock; but what the page says is what workers of a lab get.
-    env = environment(make_plan("x", 2, "1gbit"), 0, {}, {})
+    env = environment(make_plan(2, "1gbit"), 0, {}, {})
     page = (Path(__file__).parent.parent / "docs" / "sharp-bits.md").read_text()
     assert f"`GLIBC_TUNABLES={env['GLIBC_TUNABLES']}`" in page
 

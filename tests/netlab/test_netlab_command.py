@@ -36,29 +36,35 @@ def test_dry_run_prints_a_shell_script_and_runs_nothing(without_root):
     result = CliRunner().invoke(make_app(), ["lab", *arguments, "--", "python", "train.py", "--name", "a b"])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert lines[0] == "ip netns add skipreduce-dryrun-switch"
-    assert "tc -n skipreduce-dryrun-w1 qdisc add dev eth0 root tbf rate 100mbit burst 50000b latency 20000us" in lines
-    assert "tc -n skipreduce-dryrun-switch qdisc add dev w1 root tbf rate 100mbit burst 50000b latency 20000us" in lines
+    assert lines[0] == ("unshare --net --pid --mount --fork --kill-child --mount-proc sh -e <<'END_OF_LAB'")
+    assert "tc -n w1 qdisc add dev eth0 root tbf rate 100mbit burst 50000b latency 20000us" in lines
+    assert "tc -n switch qdisc add dev w1 root tbf rate 100mbit burst 50000b latency 20000us" in lines
     worker = next(line for line in lines if "SKIPREDUCE_LAB_RANK=1" in line)
-    assert worker.endswith("ip netns exec skipreduce-dryrun-w1 python train.py --name 'a b' &")
-    assert lines[-1] == "rm -rf /etc/netns/skipreduce-dryrun-w1"
+    assert worker.endswith("ip netns exec w1 python train.py --name 'a b' &")
+    assert lines[-2:] == ["wait", "END_OF_LAB"]
 
 
 def test_options_after_the_command_belong_to_it(without_root):
     code, output = lab("--workers", "1", "--rate", "1gbit", "--dry-run", "python", "train.py", "--workers", "9")
     assert code == 0
-    assert "ip netns exec skipreduce-dryrun-w0 python train.py --workers 9 &" in output
+    assert "ip netns exec w0 python train.py --workers 9 &" in output
 
 
 def test_without_root_a_sentence_says_so(without_root):
     code, output = lab("--workers", "2", "--rate", "1gbit", "--", "true")
     assert code == 1
-    assert output == ("skipreduce lab needs root to make network namespaces: run it with sudo (or see --dry-run).")
-    with pytest.raises(RuntimeError, match="needs root"):
+    assert output == "skipreduce lab: needs root to make network namespaces: run it with sudo (or see --dry-run)."
+    with pytest.raises(netlab.LabError, match="skipreduce lab needs root"):
         netlab.run(["true"], num_workers=2, rate="1gbit")
 
 
-@pytest.mark.parametrize(("program", "package"), [("ip", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux")])
+@pytest.mark.parametrize(
+    ("program", "package"),
+    [
+        *(("ip", "iproute2"), ("tc", "iproute2"), ("sysctl", "procps")),
+        *(("setpriv", "util-linux"), ("unshare", "util-linux"), ("mount", r"util-linux (Debian: mount)")),
+    ],
+)
 def test_without_a_program_a_sentence_says_so(monkeypatch, program, package):
     monkeypatch.setattr(_probe.shutil, "which", lambda name: None if name == program else f"/usr/bin/{name}")
     assert netlab.unavailable() == (
@@ -66,12 +72,21 @@ def test_without_a_program_a_sentence_says_so(monkeypatch, program, package):
     )
 
 
-def test_what_the_kernel_lacks_is_quoted(monkeypatch):
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "expected"),
+    [
+        ("", "unshare: unshare failed:\nOperation not permitted\n", "needs the permission to make namespaces"),
+        ("\n", "Error: Specified qdisc\nkind is unknown.\n", "needs a bridge, veth and tc tbf"),
+    ],
+)
+def test_what_is_not_allowed_or_not_in_the_kernel_is_quoted(monkeypatch, stdout, stderr, expected):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(_probe.shutil, "which", lambda name: f"/usr/bin/{name}")
-    failed = subprocess.CompletedProcess([], 1, "", "unshare failed:\nOperation not permitted\n")
+    failed = subprocess.CompletedProcess([], 1, stdout, stderr)
     monkeypatch.setattr(_probe.subprocess, "run", lambda *_, **__: failed)
-    assert netlab.unavailable().endswith("in the kernel here: unshare failed: Operation not permitted")
+    reason = netlab.unavailable()
+    assert reason.startswith(f"skipreduce lab {expected}")
+    assert reason.endswith(": " + " ".join(stderr.split()))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +135,6 @@ def test_how_a_lab_ends_is_the_exit_status(monkeypatch, error, code):
             raise error
         return 7
 
-    monkeypatch.setattr(_command, "unavailable", lambda: None)
     monkeypatch.setattr(_command, "run", run)
     arguments = ("--workers", "4", "--rate", "1gbit", "--output", "failed", "--timeout", "60")
     result, output = lab(*arguments, "--", "train", "--fast")

@@ -1,10 +1,8 @@
 """Real labs: what workers see, how they end, and that nothing is left. Needs root and network namespaces."""
 
-import fcntl
 import json
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -20,7 +18,7 @@ from jax_skipreduce.programs.netlab import _run
 pytestmark = pytest.mark.netlab
 
 ROOT = Path(__file__).parent.parent.parent
-# Of a whole test: the machine may be busy.
+# The longest that a whole test may take: the machine may be busy.
 PATIENCE_S = 300
 
 
@@ -30,37 +28,25 @@ def _needs_a_lab():
         pytest.skip(reason)
 
 
-@pytest.fixture
-def token():
-    """In the command line of every process of a test, by which it is found again."""
-    return f"token-{secrets.token_hex(8)}"
+# How a worker says which lab it is in: all processes of a lab, and no others, are in its process namespace.
+SAY_LAB = "readlink /proc/self/ns/pid"
 
 
-def processes_with(token):
-    """Command lines by process id; zombies have none."""
+def lab_in(text):
+    return re.search(r"pid:\[\d+\]", text)[0]
+
+
+def processes_in(lab):
+    """Command lines by process id."""
     found = {}
     for path in Path("/proc").iterdir():
-        if path.name.isdecimal() and int(path.name) != os.getpid():
+        if path.name.isdecimal():
             try:
-                words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                if str((path / "ns/pid").readlink()) == lab:
+                    found[int(path.name)] = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
             except OSError:
-                continue
-            if any(token in word for word in words):
-                found[int(path.name)] = words
+                continue  # It has ended.
     return found
-
-
-def what_is_left(lab_id):
-    """Other labs may be up at the same time, so only that of this one."""
-    return [
-        str(path)
-        for folder, pattern in (
-            ("/run/netns", f"skipreduce-{lab_id}-*"),
-            ("/etc/netns", f"skipreduce-{lab_id}-*"),
-            ("/run/skipreduce", f"{lab_id}.lab"),
-        )
-        for path in Path(folder).glob(pattern)
-    ]
 
 
 def wait_for(condition, what):
@@ -71,10 +57,6 @@ def wait_for(condition, what):
     return value
 
 
-def lab_id_in(text):
-    return re.search(r"skipreduce-([0-9a-f]+)-w\d", text)[1]
-
-
 def lines_of(rank, text):
     return [line.removeprefix(f"[{rank}] ") for line in text.splitlines() if line.startswith(f"[{rank}] ")]
 
@@ -82,7 +64,6 @@ def lines_of(rank, text):
 SEE = """
 import json, os, socket, subprocess, sys
 names = subprocess.run(["ip", "netns", "identify"], capture_output=True, text=True, check=True).stdout.split()
-switch = names[0].rpartition("-")[0] + "-switch"
 rank = os.environ["SKIPREDUCE_LAB_RANK"]
 def rate(namespace, device):
     command = ["tc", "-n", namespace, "-j", "qdisc", "show", "dev", device]
@@ -97,7 +78,8 @@ print(json.dumps({
     "name": socket.gethostbyname(socket.gethostname()),
     "addresses": [a["local"] for link in links if link["ifname"] != "lo" for a in link["addr_info"]],
     "sends": rate(names[0], "eth0"),
-    "receives": rate(switch, "w" + rank),
+    "receives": rate("switch", "w" + rank),
+    "lab": os.readlink("/proc/self/ns/pid"),
     "own": os.environ["OWN"],
 }))
 """
@@ -117,14 +99,18 @@ def test_what_a_worker_sees(capfd):
     seen = {rank: json.loads(lines_of(rank, out)[0]) for rank in range(3)}
     for rank, rate in enumerate(rates):
         worker = seen[rank]
-        assert worker["namespace"].endswith(f"-w{rank}")
+        assert worker["namespace"] == f"w{rank}"
         assert (worker["rank"], worker["num_workers"], worker["own"]) == (str(rank), "3", "yes")
         assert worker["coordinator"].startswith(seen[0]["addresses"][0] + ":")
         assert worker["addresses"] == [worker["name"]]
         # Different rates in different links, the same in both directions.
         assert worker["sends"] == worker["receives"] == [["tbf", rate, max(rate // 2000, 3028)]]
     assert len({worker["name"] for worker in seen.values()}) == 3
-    assert what_is_left(lab_id_in(out)) == []
+    (lab,) = {worker["lab"] for worker in seen.values()}
+    assert processes_in(lab) == {}
+    # The host never had the names.
+    assert not Path("/var/run/netns/w0").exists()
+    assert not Path("/etc/netns/w0").exists()
 
 
 SEND = """
@@ -146,7 +132,7 @@ else:
         connection.shutdown(socket.SHUT_WR)
         connection.recv(1)
 own = subprocess.run(["ip", "netns", "identify"], capture_output=True, text=True, check=True).stdout.strip()
-where = (own, "eth0") if rank == "1" else (own.rpartition("-")[0] + "-switch", "w0")
+where = (own, "eth0") if rank == "1" else ("switch", "w0")
 tc = ["tc", "-n", where[0], "-s", "-j", "qdisc", "show", "dev", where[1]]
 (qdisc,) = json.loads(subprocess.run(tc, capture_output=True, text=True, check=True).stdout)
 print(json.dumps({name: qdisc[name] for name in ("bytes", "overlimits")}))
@@ -238,24 +224,22 @@ def test_a_worker_that_ends_well_ends_nobody_else(capfd):
     assert capfd.readouterr().out == "[0] done\n"
 
 
-def stubborn(token, rest):
+def stubborn(rest):
     """A worker that ignores SIGTERM and has a child in a session of its own; says where it is."""
-    # The token goes where a shell keeps $0, which changes nothing.
-    return ["sh", "-c", f"trap '' TERM; setsid sh -c 'sleep 1000; :' {token} & ip netns identify; {rest}", token]
+    return ["sh", "-c", f"trap '' TERM; setsid sh -c 'sleep 1000; :' & {SAY_LAB}; {rest}"]
 
 
 @pytest.mark.parametrize(
     ("end", "status", "how"),
     [("kill -KILL $$", 137, "was killed by SIGKILL"), ("exit 7", 7, "ended with status 7")],
 )
-def test_one_dies_and_all_end(capfd, token, end, status, how):
+def test_one_dies_and_all_end(capfd, end, status, how):
     script = f'if [ "$SKIPREDUCE_LAB_RANK" = 1 ]; then sleep 0.5; echo my last words >&2; {end}; fi; sleep 1000; :'
-    assert netlab.run(stubborn(token, script), num_workers=3, rate="1gbit", grace_s=0.3) == status
+    assert netlab.run(stubborn(script), num_workers=3, rate="1gbit", grace_s=0.3) == status
     out, err = capfd.readouterr()
     assert f"skipreduce lab: worker 1 {how}; the others were ended. Its last lines:" in err
     assert "[1] my last words" in err.splitlines()
-    assert what_is_left(lab_id_in(out)) == []
-    assert processes_with(token) == {}
+    assert processes_in(lab_in(out)) == {}
 
 
 def test_last_lines_are_not_shown_twice(capfd):
@@ -274,12 +258,17 @@ def test_workers_may_say_something_when_they_are_ended(capfd):
     assert lines_of(0, capfd.readouterr().out) == ["saved"]
 
 
-def test_the_time_is_over(capfd, token):
-    assert netlab.run(stubborn(token, "sleep 1000; :"), num_workers=2, rate="1gbit", timeout_s=1, grace_s=0.1) == 124
+def test_the_time_is_over(capfd):
+    assert netlab.run(stubborn("sleep 1000; :"), num_workers=2, rate="1gbit", timeout_s=1, grace_s=0.1) == 124
     out, err = capfd.readouterr()
     assert err == "skipreduce lab: not done after 1 seconds: all workers were ended\n"
-    assert what_is_left(lab_id_in(out)) == []
-    assert processes_with(token) == {}
+    assert processes_in(lab_in(out)) == {}
+
+
+def test_what_a_worker_leaves_behind_does_not_stay_as_a_zombie(capfd):
+    script = "(sleep 0.1 &); sleep 0.5; grep -l '^State:.Z' /proc/[0-9]*/status; echo done"
+    assert netlab.run(["sh", "-c", script], num_workers=1, rate="1gbit") == 0
+    assert lines_of(0, capfd.readouterr().out) == ["done"]
 
 
 def test_a_program_that_is_not_there(capfd):
@@ -288,50 +277,53 @@ def test_a_program_that_is_not_there(capfd):
 
 
 @pytest.mark.parametrize("number", [0, 2, 7, 12])
-def test_an_error_while_building_leaves_nothing(monkeypatch, number):
-    steps, execute = [], _run.execute
-
-    def fail(step):
-        steps.append(step)
-        if len(steps) > number:
-            raise netlab.LabError("the tape ran out")
-        execute(step)
-
-    monkeypatch.setattr(_run, "execute", fail)
-    with pytest.raises(netlab.LabError, match="the tape ran out"):
+def test_an_error_while_building_is_quoted(monkeypatch, number):
+    steps = list(_run.setup(_run.make_plan(3, "1gbit")))[:number]
+    monkeypatch.setattr(_run, "setup", lambda _: [*steps, "echo the tape ran out >&2; exit 3", "echo not run >&2"])
+    with pytest.raises(netlab.LabError, match=r"exit 3: the tape ran out$"):
         netlab.run(["true"], num_workers=3, rate="1gbit")
-    assert len(steps) == number + 1
-    assert what_is_left(re.search(r"skipreduce-([0-9a-f]+)-", str(steps[0]))[1]) == []
 
 
-def test_a_signal_while_building_leaves_nothing(monkeypatch):
-    steps, execute, delivered = [], _run.execute, []
+def test_a_signal_while_building_ends_the_lab_and_is_delivered_afterwards(monkeypatch, tmp_path):
+    lab, later, delivered = tmp_path / "lab", tmp_path / "later", []
+    monkeypatch.setattr(
+        _run, "setup", lambda _: [f"{SAY_LAB} > {lab}.part; mv {lab}.part {lab}; sleep 1", f"touch {later}"]
+    )
 
-    def interrupt(step):
-        steps.append(step)
-        execute(step)
-        if len(steps) == 8:
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(_run, "execute", interrupt)
+    def interrupt():
+        wait_for(lab.exists, "the first step")
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def deliver(signum, _):
-        lab_id = re.search(r"skipreduce-([0-9a-f]+)-", str(steps[0]))[1]
-        delivered.append((signum, what_is_left(lab_id)))
+        delivered.append((signum, processes_in(lab_in(lab.read_text()))))
 
     previous = signal.signal(signal.SIGTERM, deliver)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     try:
         assert netlab.run(["true"], num_workers=3, rate="1gbit") == 128 + signal.SIGTERM
     finally:
+        thread.join()
         signal.signal(signal.SIGTERM, previous)
-    assert len(steps) == 8
+    assert not later.exists()
     # The program gets the signal when nothing is left.
-    assert delivered == [(signal.SIGTERM, [])]
+    assert delivered == [(signal.SIGTERM, {})]
+
+
+# Whatever the test suite inherited: a shell that starts it in the background has SIGINT ignored, nohup has SIGHUP.
+LAUNCHER = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+from jax_skipreduce.__main__ import main
+main()
+"""
 
 
 def start_launcher(num_workers, command):
     """`skipreduce lab` as a process of its own."""
-    lab = [sys.executable, "-m", "jax_skipreduce", "lab", "--workers", str(num_workers), "--rate", "1gbit"]
+    lab = [sys.executable, "-c", LAUNCHER, "lab", "--workers", str(num_workers), "--rate", "1gbit"]
     return subprocess.Popen(
         [*lab, "--", *command],
         cwd=ROOT,
@@ -343,21 +335,17 @@ def start_launcher(num_workers, command):
 
 
 @pytest.fixture
-def launcher(token):
-    """A launcher once its workers run, and the lab's id."""
-    process = start_launcher(2, stubborn(token, "sleep 1000; :"))
+def launcher():
+    """A launcher once its workers run, and its lab."""
+    process = start_launcher(2, stubborn("sleep 1000; :"))
     try:
-        lab_id = lab_id_in(process.stdout.readline())
+        lab = lab_in(process.stdout.readline())
         # Two workers, each with its child.
-        wait_for(lambda: len(of_the_workers(token)) == 4, "the start of the workers")
-        yield process, lab_id
+        wait_for(lambda: sum("sleep" in words for words in processes_in(lab).values()) == 4, "the start of the workers")
+        yield process, lab
     finally:
         process.kill()
         process.communicate()
-
-
-def of_the_workers(token):
-    return {pid for pid, words in processes_with(token).items() if "jax_skipreduce" not in words and "ip" not in words}
 
 
 @pytest.mark.parametrize(
@@ -365,95 +353,85 @@ def of_the_workers(token):
     # Ctrl-C is an exit status; the others end the program the way they end all programs.
     [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP)],
 )
-def test_a_signal_to_the_launcher_leaves_nothing(launcher, token, signum, status):
-    process, lab_id = launcher
+def test_a_signal_to_the_launcher_leaves_nothing(launcher, signum, status):
+    process, lab = launcher
     process.send_signal(signum)
     _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == status, err
     assert "Traceback" not in err
-    assert what_is_left(lab_id) == []
-    assert processes_with(token) == {}
+    assert processes_in(lab) == {}
 
 
-def test_ctrl_c_reaches_the_launcher_alone(token):
+def test_a_killed_launcher_leaves_nothing(launcher):
+    process, lab = launcher
+    process.kill()
+    process.wait()
+    # By the kernel: nobody waits for the grace of 2 s.
+    wait_for(lambda: not processes_in(lab), "the end of the workers")
+
+
+def test_a_killed_lab_is_an_error(launcher):
+    process, lab = launcher
+    (first,) = (pid for pid, words in processes_in(lab).items() if words[-2].endswith("_inside.py"))
+    os.kill(first, signal.SIGKILL)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1, err
+    assert "skipreduce lab: the first process of the lab ended with status" in err
+    assert "Traceback" not in err
+    assert processes_in(lab) == {}
+
+
+def test_ctrl_c_reaches_the_launcher_alone():
     # A terminal sends it to the whole process group; workers are then ended in good order, by the launcher.
-    script = (
-        "trap 'echo interrupted' INT; trap 'echo ended; exit' TERM; ip netns identify; while :; do sleep 0.05; done"
-    )
-    with start_launcher(1, ["sh", "-c", script, token]) as process:
-        lab_id = lab_id_in(process.stdout.readline())
-        os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=PATIENCE_S)
+    script = f"trap 'echo interrupted' INT; trap 'echo ended; exit' TERM; {SAY_LAB}; while :; do sleep 0.05; done"
+    with start_launcher(1, ["sh", "-c", script]) as process:
+        try:
+            lab = lab_in(process.stdout.readline())
+            os.killpg(process.pid, signal.SIGINT)
+            out, err = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
     assert process.returncode == 130, err
     lines = lines_of(0, out)
     assert "ended" in lines
     assert "interrupted" not in lines
-    assert what_is_left(lab_id) == []
+    assert processes_in(lab) == {}
 
 
-def chatterbox(token):
-    return ["sh", "-c", 'ip netns identify; while :; do echo "$0"; done', token]
+CHATTERBOX = ["sh", "-c", f"{SAY_LAB}; while :; do echo chatter; done"]
 
 
-def test_whoever_reads_the_output_may_stop_reading(token):
-    with start_launcher(2, chatterbox(token)) as process:
-        lab_id = lab_id_in(process.stdout.readline())
+def test_whoever_reads_the_output_may_stop_reading():
+    with start_launcher(2, CHATTERBOX) as process:
+        lab = lab_in(process.stdout.readline())
         process.stdout.close()
         err = process.stderr.read()
     assert process.returncode == 128 + signal.SIGPIPE, err
     assert err == ""
-    assert what_is_left(lab_id) == []
-    assert processes_with(token) == {}
+    assert processes_in(lab) == {}
 
 
-def test_a_signal_while_nobody_reads_leaves_nothing(token):
+def is_stuck(process):
+    return "pipe_write" in Path(f"/proc/{process.pid}/wchan").read_text()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_while_nobody_reads_leaves_nothing(signum):
     # The launcher waits in a write to a full pipe when the signal comes.
-    with start_launcher(1, chatterbox(token)) as process:
+    with start_launcher(1, CHATTERBOX) as process:
         try:
-            lab_id = lab_id_in(process.stdout.readline())
-            wait_for(lambda: "pipe_write" in Path(f"/proc/{process.pid}/wchan").read_text(), "a full pipe")
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(PATIENCE_S) == -signal.SIGTERM
+            lab = lab_in(process.stdout.readline())
+            wait_for(lambda: is_stuck(process), "a full pipe")
+            process.send_signal(signum)
+            assert process.wait(PATIENCE_S) == -signum
         finally:
             process.kill()
-    assert what_is_left(lab_id) == []
-    assert processes_with(token) == {}
-
-
-def test_leftovers_of_a_killed_launcher_are_removed_and_nothing_else(launcher, token, capfd):
-    process, lab_id = launcher
-    # Not ours, though its name looks like it: it has no record.
-    foreign = f"skipreduce-{secrets.token_hex(3)}-w0"
-    bridge = f"br{secrets.token_hex(4)}"
-    subprocess.run(["ip", "netns", "add", foreign], check=True)
-    subprocess.run(["ip", "link", "add", "name", bridge, "type", "bridge"], check=True)
-    guest = subprocess.Popen(["ip", "netns", "exec", foreign, "sleep", "1000"])
-    try:
-        # No other lab may start meanwhile, and remove the leftovers before we have seen them.
-        with Path("/run/skipreduce/lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            process.kill()
-            process.wait()
-            # The kernel ends the workers themselves; their children are left, and the namespaces.
-            wait_for(lambda: len(of_the_workers(token)) == 2, "the end of the workers")
-            assert len(what_is_left(lab_id)) == 3 + 2 + 1
-        assert netlab.run(["true"], num_workers=1, rate="1gbit") == 0
-        assert what_is_left(lab_id) == []
-        assert processes_with(token) == {}
-
-        assert guest.poll() is None
-        assert Path("/run/netns", foreign).exists()
-        assert Path("/sys/class/net", bridge).exists()
-    finally:
-        guest.kill()
-        guest.wait()
-        subprocess.run(["ip", "link", "del", bridge], check=True)
-        subprocess.run(["ip", "netns", "del", foreign], check=True)
+    wait_for(lambda: not processes_in(lab), "the end of the workers")
 
 
 def test_two_labs_at_once(capfd, tmp_path):
     results, done = [], tmp_path / "done"
-    script = f'ip netns identify; while [ ! -e {done} ]; do sleep 0.05; done; echo "$SKIPREDUCE_LAB_RANK of the first"'
+    script = f'{SAY_LAB}; while [ ! -e {done} ]; do sleep 0.05; done; echo "$SKIPREDUCE_LAB_RANK of the first"'
     first = threading.Thread(
         target=lambda: results.append(netlab.run(["sh", "-c", script], num_workers=2, rate="1gbit", output="all"))
     )
@@ -464,21 +442,32 @@ def test_two_labs_at_once(capfd, tmp_path):
         def is_up():
             nonlocal out
             out += capfd.readouterr().out
-            return len(set(re.findall(r"skipreduce-[0-9a-f]+-w\d", out))) == 2
+            return out.count("pid:") == 2
 
         wait_for(is_up, "the first lab")
-        lab_id = lab_id_in(out)
-        before = what_is_left(lab_id)
-        assert len(before) == 3 + 2 + 1
-        assert netlab.run(["sh", "-c", "ip netns identify"], num_workers=3, rate="100mbit") == 0
-        assert lab_id_in(capfd.readouterr().out) != lab_id
-        assert what_is_left(lab_id) == before
+        lab = lab_in(out)
+        assert netlab.run(["sh", "-c", f"ip netns identify; {SAY_LAB}"], num_workers=3, rate="100mbit") == 0
+        # The same names, and nothing else in common.
+        name, other = lines_of(0, capfd.readouterr().out)
+        assert name == "w0"
+        assert other != lab
+        assert processes_in(other) == {}
+        assert len(processes_in(lab)) >= 1 + 2
     finally:
         done.touch()
         first.join()
     assert results == [0]
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] 0 of the first", "[1] 1 of the first"]
-    assert what_is_left(lab_id) == []
+    assert processes_in(lab) == {}
+
+
+def test_the_script_of_a_dry_run_does_the_same():
+    script = _run.dry_run(["sh", "-c", "ip netns identify; getent hosts w0 w1"], 2, "500mbit", "100ms")
+    result = subprocess.run(["sh"], input="\n".join(script), capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(line.split()[0] for line in result.stdout.splitlines()) == sorted(
+        [*("10.77.0.1", "10.77.0.2", "w0"), *("10.77.0.1", "10.77.0.2", "w1")]
+    )
 
 
 def test_hosts_of_several_devices():

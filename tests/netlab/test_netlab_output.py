@@ -65,9 +65,10 @@ def test_a_signal_waits_for_the_end_of_the_block(delivered):
     handler = signal.getsignal(signal.SIGTERM)
     with held_back() as signals:
         signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(SignalError):
-            signals.check()
-        signals.check()  # Once is enough: what is removed afterwards must not stop half way.
+        with pytest.raises(SignalError), signals.raising():
+            pytest.fail("not raised")
+        with signals.raising():
+            pass  # Once is enough.
         assert not delivered
     assert delivered == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is handler
@@ -94,7 +95,8 @@ def test_what_is_ignored_stays_ignored():
     try:
         with held_back() as signals:
             os.kill(os.getpid(), signal.SIGHUP)
-            signals.check()
+            with signals.raising():
+                pass
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, previous)

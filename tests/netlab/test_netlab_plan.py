@@ -8,9 +8,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from jax_skipreduce.programs.netlab import _owner
-from jax_skipreduce.programs.netlab._commands import Command, File, hosts, setup, teardown
 from jax_skipreduce.programs.netlab._plan import Link, choose_congestion_control, make_plan
+from jax_skipreduce.programs.netlab._script import hosts, inside, script, setup
 from jax_skipreduce.programs.netlab._units import format_rate, parse_duration, parse_rate
 
 BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
@@ -63,13 +62,11 @@ def test_a_burst_is_4_ms_of_the_rate_but_two_packets_at_least(rate):
 
 @hypothesis.given(st.integers(1, 1000))
 def test_names_and_addresses_are_unique_and_valid(num_workers):
-    plan = make_plan("0a1b2c", num_workers, "1gbit")
+    plan = make_plan(num_workers, "1gbit")
     assert [worker.rank for worker in plan.workers] == list(range(num_workers))
-    assert len(set(plan.namespaces)) == num_workers + 1
-    assert all(name.startswith("skipreduce-0a1b2c-") for name in plan.namespaces)
+    assert len({worker.name for worker in plan.workers}) == num_workers
     # The kernel's limit for names of interfaces.
-    assert len({worker.port for worker in plan.workers}) == num_workers
-    assert all(len(worker.port) <= 15 for worker in plan.workers)
+    assert all(len(worker.name) <= 15 for worker in plan.workers)
     addresses = {ipaddress.ip_address(worker.address) for worker in plan.workers}
     assert len(addresses) == num_workers
     network = ipaddress.ip_network("10.77.0.0/16")
@@ -79,9 +76,9 @@ def test_names_and_addresses_are_unique_and_valid(num_workers):
 
 
 def test_one_rate_is_for_all_and_n_are_one_each():
-    assert {worker.link for worker in make_plan("x", 3, "500mbit", "10ms").workers} == {Link(500_000_000, 10_000)}
+    assert {worker.link for worker in make_plan(3, "500mbit", "10ms").workers} == {Link(500_000_000, 10_000)}
     for rate in ("500mbit,1gbit, 100mbit", ["500mbit", "1gbit", "100mbit"]):
-        rates = [worker.link.rate for worker in make_plan("x", 3, rate).workers]
+        rates = [worker.link.rate for worker in make_plan(3, rate).workers]
         assert rates == [500_000_000, 1_000_000_000, 100_000_000]
 
 
@@ -95,83 +92,61 @@ def test_one_rate_is_for_all_and_n_are_one_each():
         ({"num_workers": 1001}, "num_workers=1001: expected 1 to 1000"),
         ({"queue": "10"}, "queue='10': expected a number and us, ms or s"),
         ({"queue": "100s"}, "queue='100s': more than 4 GiB"),
-        ({"lab_id": "../x"}, "lab_id='../x': expected"),
     ],
 )
 def test_a_bad_plan_names_argument_and_value(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        make_plan(**({"lab_id": "x", "num_workers": 3, "rate": "1gbit", "queue": "100ms"} | changes))
+        make_plan(**({"num_workers": 3, "rate": "1gbit", "queue": "100ms"} | changes))
 
 
 def commands(plan):
-    return [step.argv for step in setup(plan) if isinstance(step, Command)]
+    return [shlex.split(line) for line in setup(plan)]
 
 
 def test_links_are_limited_in_both_directions():
-    plan = make_plan("x", 2, "500mbit,8mbit", "50ms")
-    limits = {argv[2]: argv for argv in commands(plan) if argv[0] == "tc" and argv[2] != plan.switch}
+    plan = make_plan(2, "500mbit,8mbit", "50ms")
     for worker, rate, burst in zip(plan.workers, ("500mbit", "8mbit"), ("250000b", "4000b"), strict=True):
-        tbf = ("root", "tbf", "rate", rate, "burst", burst, "latency", "50000us")
+        tbf = ["root", "tbf", "rate", rate, "burst", burst, "latency", "50000us"]
         # What it sends,
-        assert limits[worker.namespace] == ("tc", "-n", worker.namespace, "qdisc", "add", "dev", "eth0", *tbf)
+        assert ["tc", "-n", worker.name, "qdisc", "add", "dev", "eth0", *tbf] in commands(plan)
         # and what it receives.
-        assert ("tc", "-n", plan.switch, "qdisc", "add", "dev", worker.port, *tbf) in commands(plan)
+        assert ["tc", "-n", "switch", "qdisc", "add", "dev", worker.name, *tbf] in commands(plan)
 
 
-def test_nothing_is_made_in_the_host_s_own_namespace():
-    plan = make_plan("x", 5, "1gbit")
-    for argv in commands(plan):
-        assert argv[0] in ("ip", "tc")
-        is_inside = argv[1] == "-n" and argv[2] in plan.namespaces
-        is_namespace = argv[1:3] in (("netns", "add"), ("netns", "exec")) and argv[3] in plan.namespaces
-        # Both ends of a veth pair have a namespace.
-        is_link = argv[1:3] == ("link", "add") and sum(word in plan.namespaces for word in argv) == 2
-        assert is_inside or is_namespace or is_link, argv
-
-
-def test_all_that_is_made_is_removed():
-    plan = make_plan("x", 5, "1gbit")
-    made = {argv[3] for argv in commands(plan) if argv[:3] == ("ip", "netns", "add")}
-    removed = {step.argv[3] for step in teardown(plan.namespaces) if step.argv[:3] == ("ip", "netns", "del")}
-    assert made == removed == set(plan.namespaces)
-    folders = {str(step.path.parent) for step in setup(plan) if isinstance(step, File)}
-    assert folders <= {step.argv[2] for step in teardown(plan.namespaces) if step.argv[0] == "rm"}
-    assert len(folders) == 5
+def test_names_of_namespaces_are_private_before_the_first_is_added():
+    lines = list(setup(make_plan(2, "1gbit")))
+    first = next(index for index, line in enumerate(lines) if line.startswith("ip "))
+    assert {line.split()[-1] for line in lines[:first] if line.startswith("mount ")} == {
+        "/var/run/netns",
+        "/etc/netns",
+    }
+    assert not any(line.startswith("mount ") for line in lines[first:])
 
 
 def test_the_machine_s_name_is_the_worker_s_own_address():
-    plan = make_plan("x", 3, "1gbit", host_name="box")
+    plan = make_plan(3, "1gbit", host_name="box")
     for worker in plan.workers:
-        entries = dict(reversed(line.split()) for line in hosts(plan, worker.rank).splitlines())
+        entries = dict(reversed(line.split()) for line in hosts(plan, worker.rank))
         assert entries == {
             "localhost": "127.0.0.1",
             "box": worker.address,
             **{f"w{other.rank}": other.address for other in plan.workers},
         }
     # A machine without a name of its own must not lose 127.0.0.1.
-    assert hosts(make_plan("x", 1, "1gbit", host_name="localhost"), 0).count("localhost") == 1
+    assert "".join(hosts(make_plan(1, "1gbit", host_name="localhost"), 0)).count("localhost") == 1
 
 
-def test_steps_are_printed_as_a_shell_reads_them():
-    assert shlex.split(str(Command(("ip", "a b", "$c")))) == ["ip", "a b", "$c"]
-    file = next(step for step in setup(make_plan("x", 1, "1gbit", host_name="box")) if isinstance(step, File))
-    assert str(file) == (
-        "mkdir -p /etc/netns/skipreduce-x-w0 && printf '%s\\n' '127.0.0.1 localhost' '10.77.0.1 box' '10.77.0.1 w0' "
-        "> /etc/netns/skipreduce-x-w0/hosts"
-    )
+def test_words_of_the_user_are_quoted():
+    plan = make_plan(1, "1gbit", host_name="a$b")
+    lines = list(script(plan, ["echo", "a b", "$c"], [{"NAME": "it's"}]))
+    assert shlex.split(next(line for line in lines if line.startswith("NAME="))) == [
+        *("NAME=it's", *inside(plan.workers[0], ["echo", "a b", "$c"]), "&"),
+    ]
+    assert "printf '%s\\n' '127.0.0.1 localhost' '10.77.0.1 a$b' '10.77.0.1 w0' > /etc/netns/w0/hosts" in lines
 
 
 @pytest.mark.parametrize(("allowed", "expected"), [("reno bbr\n", "reno"), ("reno cubic\n", "cubic"), ("", "reno")])
 def test_congestion_control(allowed, expected):
     assert choose_congestion_control(allowed) == expected
-    plan = make_plan("x", 1, "1gbit", congestion_control=expected)
+    plan = make_plan(1, "1gbit", congestion_control=expected)
     assert any(f"net.ipv4.tcp_congestion_control={expected}" in argv for argv in commands(plan))
-
-
-def test_a_record_that_vanishes_while_leftovers_are_looked_for(tmp_path, monkeypatch):
-    # A lab that ends removes its record at any time. A link to nowhere is seen in the folder, and cannot be opened.
-    monkeypatch.setattr(_owner, "RECORDS", tmp_path)
-    (tmp_path / "gone.lab").symlink_to(tmp_path / "nowhere")
-    with _owner.owned_lab() as lab_id:
-        assert (tmp_path / f"{lab_id}.lab").exists()
-    assert not (tmp_path / f"{lab_id}.lab").exists()

@@ -3,7 +3,7 @@
 Linux and root only. Nothing but the standard library is imported here; JAX comes in with `initialize`.
 """
 
-from jax_skipreduce.programs.netlab._commands import LabError
+from jax_skipreduce.programs.netlab._launch import LabError
 from jax_skipreduce.programs.netlab._probe import unavailable
 from jax_skipreduce.programs.netlab._run import run
 from jax_skipreduce.programs.netlab._worker import initialize, is_worker

@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from jax_skipreduce.programs.netlab._commands import LabError
+from jax_skipreduce.programs.netlab._launch import LabError
 from jax_skipreduce.programs.netlab._output import Output, say
-from jax_skipreduce.programs.netlab._probe import unavailable
-from jax_skipreduce.programs.netlab._run import check, dry_run, run
+from jax_skipreduce.programs.netlab._run import dry_run, run
 
 
 def lab(
@@ -21,8 +20,8 @@ def lab(
     rate: Annotated[
         str,
         typer.Option(
-            help="Of each link, in each direction, as tc writes it: 500mbit, 1gbit. N of them, separated by commas, "
-            "for unequal links.",
+            help="Rate of each link, in each direction, as tc writes it: 500mbit, 1gbit. For unequal links, N rates "
+            "separated by commas.",
             show_default=False,
         ),
     ],
@@ -32,39 +31,34 @@ def lab(
     output: Annotated[
         Output,
         typer.Option(
-            help="Whose output is shown: of all, of the first worker, or of none. Of a worker that fails, the last "
-            "lines are shown in any case."
+            help="Whose output is shown: that of all workers, of the first one, or of none. The last lines of a worker "
+            "that fails are shown in any case."
         ),
     ] = Output.FIRST,
     timeout: Annotated[
         float | None, typer.Option(help="Seconds after which the workers are ended.", show_default=False)
     ] = None,
     is_dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the commands that make and remove the lab, and run none.")
+        bool, typer.Option("--dry-run", help="Print a shell script that does the same, and run nothing.")
     ] = False,
 ) -> None:
     """Run a command as N workers, each in its own network namespace, over limited links.
 
     skipreduce lab --workers 8 --rate 500mbit -- python train.py
 
-    In train.py, jax_skipreduce.netlab.initialize() makes them N processes of jax.distributed. The workers reach each
-    other and nothing else. When one fails, all are ended, and its status is returned. Needs Linux and root.
+    In train.py, jax_skipreduce.netlab.initialize() makes the workers N processes of jax.distributed. The workers reach
+    each other and nothing else. When one fails, all are ended, and its status is returned. Needs Linux and root.
     """
     try:
         if is_dry_run:
             for line in dry_run(command, workers, rate, delay_queue):
                 typer.echo(line)
             return
-        # Arguments are judged first, so that they can be mended where there is no root.
-        check(command, workers, rate, delay_queue, output.value, timeout)
-        if (reason := unavailable()) is not None:
-            typer.echo(reason, err=True)
-            raise typer.Exit(1)
         status = run(command, num_workers=workers, rate=rate, queue=delay_queue, output=output.value, timeout_s=timeout)
     except ValueError as error:
         raise typer.BadParameter(_in_words_of_the_command(str(error))) from None
     except LabError as error:
-        say(str(error))
+        say(str(error).removeprefix("skipreduce lab "))
         raise typer.Exit(1) from None
     except BrokenPipeError:
         # Whoever read our output has gone. Python would complain at exit that it cannot flush.
@@ -76,7 +70,7 @@ def lab(
 
 
 def _in_words_of_the_command(message: str) -> str:
-    """The arguments of `run`, as options are called here."""
+    """Names the option where `run` names its argument."""
     for argument, option in (
         ("num_workers=", "--workers "),
         ("rate=", "--rate "),

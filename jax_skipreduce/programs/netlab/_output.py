@@ -1,4 +1,4 @@
-"""What the workers write: cut in lines, prefixed by rank, shown or kept."""
+"""What the workers write: cut into lines, prefixed by rank, shown or kept."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Output(enum.StrEnum):
 
 
 class WorkerOutput:
-    """Of one worker. Bytes come in as they are read; lines come out, each whole.
+    """The output of one worker. Bytes go in as they are read; whole lines come out.
 
     Args:
-      rank: of the worker.
-      show: called with lines as they come, or None; the last ones are kept anyway.
+      rank: the worker's rank.
+      show: called with lines as they come; None shows nothing. The last lines are kept in any case.
     """
 
     def __init__(self, rank: int, show: Callable[[str], None] | None):
@@ -46,7 +46,7 @@ class WorkerOutput:
         self._emit(lines)
 
     def close(self) -> None:
-        """No more will come: the last line may have no end."""
+        """Ends the output: the last line may have no line end."""
         rest, self._partial = self._partial, b""
         if rest:
             self._emit([rest])
@@ -62,20 +62,20 @@ class WorkerOutput:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """At once, and with ? for what the stream's encoding lacks: a worker must not end the lab by writing an umlaut."""
+    """Writes at once, with ? for what the encoding lacks: a worker must not end the lab by writing an umlaut."""
     encoding = stream.encoding or "utf-8"
     stream.write(text.encode(encoding, "replace").decode(encoding))
     stream.flush()
 
 
 def is_ready(stream: TextIO) -> bool:
-    """Whether there is room to write to: not in a pipe that nobody empties."""
+    """Whether a write would not wait, as it does in a full pipe that nobody reads."""
     try:
         return bool(select.select([], [stream], [], 0)[1])
     except (OSError, ValueError):
-        return True  # No file beneath it, so nothing to wait for.
+        return True  # There is no file beneath it, so nothing to wait for.
 
 
 def say(message: str) -> None:
-    """A line of the launcher's own, to stderr."""
+    """Writes a line of the launcher's own to stderr."""
     write(sys.stderr, f"skipreduce lab: {message}\n")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-import re
 from collections.abc import Sequence
 
 from jax_skipreduce.programs.netlab._units import parse_duration, parse_rate
 
-PREFIX = "skipreduce-"
-# The bridge is in a namespace too, so no address, interface or firewall rule of the host can collide with a lab, and
+# The bridge is in a namespace too. So no address, interface or firewall rule of the host can collide with a lab, and
 # all labs may use this subnet at the same time.
 SUBNET = ipaddress.ip_network("10.77.0.0/16")
 # Nobody else listens in a namespace that was just made.
@@ -29,12 +27,10 @@ _MIN_BURST_BYTES = 2 * 1514
 # tc holds the length of a queue in 32 bits.
 _MAX_QUEUE_BYTES = 2**32 - 1
 
-_LAB_ID = re.compile(r"[a-z0-9]{1,12}")
-
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Of one worker to the bridge, limited in both directions.
+    """The link of one worker to the bridge, limited in both directions.
 
     Attributes:
       rate: bits per second.
@@ -52,16 +48,15 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-    """One worker: its rank, its link, and what things are called that belong to it."""
+    """One worker: its rank, its address and its link."""
 
     rank: int
-    namespace: str
     address: str
     link: Link
 
     @property
-    def port(self) -> str:
-        """The bridge's end of the link; short, as interface names have at most 15 characters."""
+    def name(self) -> str:
+        """The name of its namespace, of the bridge's end of its link, and of its host."""
         return f"w{self.rank}"
 
 
@@ -70,22 +65,14 @@ class Plan:
     """A lab.
 
     Attributes:
-      lab_id: makes the names unique.
-      switch: the namespace of the bridge.
       workers: by rank.
       host_name: what the machine calls itself.
-      congestion_control: of TCP in the workers' namespaces.
+      congestion_control: what TCP uses in the workers' namespaces.
     """
 
-    lab_id: str
-    switch: str
     workers: tuple[Worker, ...]
     host_name: str
     congestion_control: str
-
-    @property
-    def namespaces(self) -> tuple[str, ...]:
-        return (self.switch, *(worker.namespace for worker in self.workers))
 
     @property
     def coordinator(self) -> str:
@@ -94,7 +81,6 @@ class Plan:
 
 
 def make_plan(
-    lab_id: str,
     num_workers: int,
     rate: str | Sequence[str],
     queue: str = "100ms",
@@ -105,7 +91,6 @@ def make_plan(
     """Lays out a lab.
 
     Args:
-      lab_id: up to twelve small letters and digits.
       num_workers: N.
       rate: one rate for all links, or N of them, in a sequence or separated by commas.
       queue: how long packets may queue in front of a link.
@@ -115,8 +100,6 @@ def make_plan(
     Raises:
       ValueError: names the argument, the value and what was expected.
     """
-    if not _LAB_ID.fullmatch(lab_id):
-        raise ValueError(f"lab_id={lab_id!r}: expected up to 12 small letters and digits")
     if not 1 <= num_workers <= MAX_WORKERS:
         raise ValueError(f"num_workers={num_workers}: expected 1 to {MAX_WORKERS}")
     texts = rate.split(",") if isinstance(rate, str) else list(rate)
@@ -130,22 +113,19 @@ def make_plan(
     queue_us = parse_duration(queue)
     if (fastest := max(rates)) * queue_us // 8_000_000 > _MAX_QUEUE_BYTES:
         raise ValueError(f"queue={queue!r}: more than 4 GiB at {fastest} bit/s; expected a shorter one")
-    workers = tuple(
-        Worker(rank, f"{PREFIX}{lab_id}-w{rank}", str(SUBNET[rank + 1]), Link(bits, queue_us))
-        for rank, bits in enumerate(rates)
-    )
-    return Plan(lab_id, f"{PREFIX}{lab_id}-switch", workers, host_name, congestion_control)
+    workers = tuple(Worker(rank, str(SUBNET[rank + 1]), Link(bits, queue_us)) for rank, bits in enumerate(rates))
+    return Plan(workers, host_name, congestion_control)
 
 
 def choose_congestion_control(allowed: str) -> str:
-    """One that fills the links, of those that every namespace may use.
+    """Chooses the congestion control that fills the links, among those that every namespace may use.
 
-    In one stream, or two into one receiver, reno, cubic and bbr all reach the rate. In a ring, where each stream pauses
-    after its slice, bbr, the default of some machines, fell to 87-90 % of it (4 workers, 200 Mbit/s) and 88-93 % (8
-    workers, 500 Mbit/s), and reno and cubic had 95-100 %. So a lab does not inherit what the machine has.
+    With one stream, or two into one receiver, reno, cubic and bbr all reach the rate. In a ring, each stream pauses
+    after its slice. There bbr, the default of some machines, fell to 87-90 % of the rate (4 workers, 200 Mbit/s) and
+    88-93 % (8 workers, 500 Mbit/s), and reno and cubic reached 95-100 %. A lab thus ignores the machine's default.
 
     Args:
-      allowed: as in /proc/sys/net/ipv4/tcp_allowed_congestion_control; often without cubic where bbr is the default.
-        Reno is in every kernel.
+      allowed: the text of /proc/sys/net/ipv4/tcp_allowed_congestion_control. It often lacks cubic where bbr is the
+        default. Reno is in every kernel.
     """
     return "cubic" if "cubic" in allowed.split() else "reno"

@@ -7,12 +7,22 @@ import shutil
 import subprocess
 import sys
 
-# In a namespace that has no name and ends with the shell, so nothing can be left behind.
-_TRY = (
-    "ip link add name bridge type bridge && ip link add name a type veth peer name b && "
+from jax_skipreduce.programs.netlab._script import PRIVATE_FOLDERS, UNSHARE
+
+# In namespaces that end with the shell, so nothing can be left behind.
+_NAMESPACES = " && ".join((*PRIVATE_FOLDERS, "ip netns add w0"))
+_LINKS = (
+    "ip link add name bridge type bridge && ip link add name a type veth peer name b netns w0 && "
     "tc qdisc add dev a root tbf rate 1gbit burst 500000b latency 100000us"
 )
-_PACKAGES = {"ip": "iproute2", "tc": "iproute2", "setpriv": "util-linux", "unshare": "util-linux", "sysctl": "procps"}
+_PACKAGES = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "setpriv": "util-linux",
+    "unshare": "util-linux",
+    "mount": "util-linux (Debian: mount)",
+    "sysctl": "procps",
+}
 
 
 def unavailable() -> str | None:
@@ -29,12 +39,17 @@ def unavailable() -> str | None:
             return f"skipreduce lab needs the program {program}, which is not in PATH: install {package}."
     if os.geteuid() != 0:
         return "skipreduce lab needs root to make network namespaces: run it with sudo (or see --dry-run)."
+    attempt = f"{_NAMESPACES} && echo && {_LINKS}"
     result = subprocess.run(
-        ["unshare", "--net", "sh", "-c", _TRY], stdin=subprocess.DEVNULL, capture_output=True, text=True
+        [*UNSHARE, "sh", "-c", attempt], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
     )
-    if result.returncode:
+    if not result.returncode:
+        return None
+    said = " ".join(result.stderr.split())
+    # The shell writes a line once the namespaces are there.
+    if not result.stdout:
         return (
-            "skipreduce lab needs network namespaces, a bridge, veth and tc tbf, and not all of it is allowed or in "
-            f"the kernel here: {' '.join(result.stderr.split())}"
+            "skipreduce lab needs the permission to make namespaces and to mount in them, which this root lacks, as in "
+            f"most containers (docker run --privileged gives it): {said}"
         )
-    return None
+    return f"skipreduce lab needs a bridge, veth and tc tbf, and not all of it is allowed or in the kernel here: {said}"

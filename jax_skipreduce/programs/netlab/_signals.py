@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP while a lab is up: they end it in good order, and only then take their effect."""
+"""Ctrl-C, SIGTERM and SIGHUP while a lab is up: they end the lab in good order, and then have their usual effect."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class SignalError(Exception):
 
 
 class Signals:
-    """Keeps the signals that come, and raises only where nothing can be left half done.
+    """Keeps the signals that come, and raises only where the launcher waits.
 
     Attributes:
-      first: the first that came, to be delivered in the end.
+      first: the first signal that came, to be delivered in the end.
     """
 
     def __init__(self) -> None:
@@ -31,37 +31,37 @@ class Signals:
         self._pending: int | None = None
         self._may_raise = False
 
-    def check(self) -> None:
-        """Raises SignalError if a signal has come since the last time."""
-        if self._pending is not None:
-            signum, self._pending = self._pending, None
-            raise SignalError(signum)
-
     @contextlib.contextmanager
     def raising(self) -> Iterator[None]:
-        """A stretch that may be interrupted anywhere, also while it waits."""
+        """Lets signals raise in the block, also while it waits, and on entry if one has come before."""
         self._may_raise = True
         try:
-            self.check()
+            self._check()
             yield
         finally:
             self._may_raise = False
 
     def handle(self, signum: int, _: FrameType | None) -> None:
-        """The handler."""
+        """Handles a signal, as set by `signal.signal`."""
         self.first = self.first or signum
         self._pending = signum
         if self._may_raise:
             self._may_raise = False
-            self.check()
+            self._check()
+
+    def _check(self) -> None:
+        """Raises SignalError if a signal has come and was not raised yet."""
+        if self._pending is not None:
+            signum, self._pending = self._pending, None
+            raise SignalError(signum)
 
 
 @contextlib.contextmanager
 def held_back() -> Iterator[Signals]:
-    """Signals, held back while the block runs; the one that came is delivered to the program afterwards.
+    """Holds signals back while the block runs, and delivers the first one that came afterwards.
 
-    So a program that was to be ended by SIGTERM is, and Ctrl-C raises KeyboardInterrupt. What is ignored (nohup) stays
-    ignored. Only the main thread gets signals: in another one, nothing is changed.
+    SIGTERM then ends the program, and Ctrl-C raises KeyboardInterrupt, as usual. Ignored signals (nohup) stay ignored.
+    Only the main thread gets signals. In another thread nothing is changed.
     """
     signals = Signals()
     previous = {}

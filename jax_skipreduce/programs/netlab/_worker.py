@@ -1,4 +1,4 @@
-"""The worker's side: what the launcher tells it in the environment, and JAX set up by it."""
+"""The worker's side: what the launcher tells it in the environment, and how that sets JAX up."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ COORDINATOR = "SKIPREDUCE_LAB_COORDINATOR"
 NUM_WORKERS = "SKIPREDUCE_LAB_NUM_WORKERS"
 RANK = "SKIPREDUCE_LAB_RANK"
 
-# glibc gives large blocks back to the system, and then every step faults its pages in anew: with gradients of 64 MiB
-# that is a tenth of a step. Allocators of accelerators keep memory. Other C libraries do not read this.
+# glibc gives large blocks back to the system. Every step then faults its pages in anew: with gradients of 64 MiB that
+# is a tenth of a step. Accelerator allocators keep memory. Other C libraries do not read this variable.
 _KEEP_MEMORY = ":".join(
     f"glibc.malloc.{name}" for name in (f"mmap_threshold={2**32 - 1}", f"trim_threshold={2**33}", "arena_max=1")
 )
@@ -25,14 +25,14 @@ _is_initialized = False
 
 
 def environment(plan: Plan, rank: int, inherited: Mapping[str, str], extra: Mapping[str, str]) -> dict[str, str]:
-    """Of the worker `rank`: what the launcher has, `extra`, and what the lab sets."""
+    """The environment of worker `rank`: what the launcher has, `extra`, and what the lab sets."""
     # No proxy can be reached from a lab, and JAX warns of them.
     env = {name: value for name, value in inherited.items() if not name.lower().endswith("_proxy")}
     env.setdefault("JAX_PLATFORMS", "cpu")
     # Stock XLA may hang when many executions with collectives are in flight on few cores.
     env.setdefault("NPROC", "16")
     env.setdefault("GLIBC_TUNABLES", _KEEP_MEMORY)
-    # One device per process, whatever was forced for the launcher.
+    # One device per process, even if several were forced for the launcher.
     env["JAX_NUM_CPU_DEVICES"] = "1"
     if "XLA_FLAGS" in env:
         env["XLA_FLAGS"] = " ".join(_FORCED_DEVICES.sub("", env["XLA_FLAGS"]).split())
@@ -53,18 +53,18 @@ def is_worker() -> bool:
 def initialize(timeout_s: int = 120, num_devices: int = 1) -> None:
     """Makes this process one of the N of a lab: `jax.distributed`, CPU devices, collectives over Gloo.
 
-    To be called before anything that makes JAX look for devices. A second call does nothing.
+    Call it before anything makes JAX look for devices. A second call does nothing.
 
     Args:
       timeout_s: seconds to wait for all workers to come.
-      num_devices: CPU devices of this process. More than one make it a host with several accelerators: they share its
-        link, and reach each other without it.
+      num_devices: CPU devices of this process. Several make the process a host with several accelerators, which share
+        its link and reach each other without it.
 
     Raises:
-      RuntimeError: the process was not started by `skipreduce lab`; or JAX runs already; or a worker did not come.
+      RuntimeError: `skipreduce lab` did not start the process, JAX runs already, or a worker did not come.
       ValueError: the environment variables of the lab, `timeout_s` or `num_devices` make no sense.
 
-    >>> if is_worker():
+    >>> if is_worker():  # Only in a lab, so not in this example.
     ...     initialize()
     """
     global _is_initialized
@@ -84,7 +84,7 @@ def initialize(timeout_s: int = 120, num_devices: int = 1) -> None:
 
     import jax
 
-    # Not left to the environment: what it says may be meant for the program that started the lab.
+    # Not left to the environment, whose settings may be meant for the program that started the lab.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     host, _, port = coordinator.rpartition(":")
