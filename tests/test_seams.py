@@ -1,0 +1,422 @@
+"""A new compressor, topology or kernel is one new file: the toys of tests/toys.py get all that our own have."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jax_skipreduce as sr
+from jax_skipreduce._backends import choice
+from jax_skipreduce._backends.ppermute import reduce_arrays
+from jax_skipreduce._backends.reduction import Reduction
+from jax_skipreduce._compressors.skip import Skip
+from jax_skipreduce._compressors.skipreduce import SkipReduce
+from jax_skipreduce._topologies import reference
+from jax_skipreduce._topologies.ring import RING
+from jax_skipreduce._transform.configuration import fingerprint, first_difference
+from jax_skipreduce._transform.registry import METHODS, register
+from jax_skipreduce._workers.group import Group
+from jax_skipreduce._workers.wire import Wire
+from tests.helpers import bits, collectives, count_collectives, data_mesh, each_worker, normal, powers_of_two
+from tests.toys import CountingKernel, Direct, HalvesMethod, Star
+
+N = 4
+PARAMS = {"a": jnp.zeros((10, 3)), "b": jnp.zeros(7), "c": jnp.zeros(2)}
+
+
+def gradients(num_steps):
+    """Small integers, so that sums are exact: of each step, stacked by worker."""
+    rng = np.random.default_rng(0)
+    draw = lambda leaf: jnp.asarray(rng.integers(-8, 8, (num_steps, N, *leaf.shape)).astype(np.float32))  # noqa: E731
+    return jax.tree.map(draw, PARAMS)
+
+
+def expected_means(grads, num_steps):
+    """By NumPy: leaves of 5 elements and more are halved, the rest is reduced in full."""
+    rest = {name: np.zeros((N, leaf[0, 0].size), np.float32) for name, leaf in grads.items()}
+    steps = []
+    for step in range(num_steps):
+        means = {}
+        for name, leaf in grads.items():
+            flat = np.asarray(leaf[step]).reshape(N, -1)
+            if flat.shape[1] < 5:
+                means[name] = flat.mean(0)
+                continue
+            whole, size = flat + rest[name], flat.shape[1]
+            half = -(-size // 2)
+            start = 0 if step % 2 == 0 else size - half
+            means[name] = np.zeros(size, np.float32)
+            means[name][start : start + half] = whole[:, start : start + half].sum(0) / N
+            rest[name] = whole
+            rest[name][:, start : start + half] = 0
+        steps.append({name: mean.reshape(PARAMS[name].shape) for name, mean in means.items()})
+    return steps, {name: rows.reshape(N, *PARAMS[name].shape) for name, rows in rest.items()}
+
+
+def in_shard_map(tx, check_vma):
+    mesh = data_mesh(N)
+    with jax.set_mesh(mesh):
+        state = tx.init(PARAMS)
+    specs = sr.state_specs(state, "data")
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("data"), specs), out_specs=(P(), specs), check_vma=check_vma
+    )
+    def step(grads, state):
+        return tx.update(jax.tree.map(lambda leaf: leaf[0], grads), state, PARAMS)
+
+    return step, state
+
+
+def in_vmap(tx):
+    with jax.set_mesh(data_mesh(N)):
+        state = tx.init(PARAMS)
+    axes = jax.tree.map(
+        lambda spec: 0 if len(spec) else None, sr.state_specs(state, "data"), is_leaf=lambda x: isinstance(x, P)
+    )
+    mapped = jax.vmap(lambda g, s: tx.update(g, s), in_axes=(0, axes), out_axes=(0, axes), axis_name="data")
+
+    def step(grads, state):
+        means, state = mapped(grads, state)
+        assert all(bits(mean[0]) == bits(mean[-1]) for mean in jax.tree.leaves(means))
+        return jax.tree.map(lambda mean: mean[0], means), state
+
+    return jax.jit(mapped) and step, state
+
+
+def in_pmap(tx):
+    state = jax.pmap(tx.init, axis_name="data", in_axes=None, axis_size=N, devices=jax.devices()[:N])(PARAMS)
+    mapped = jax.pmap(tx.update, axis_name="data", devices=jax.devices()[:N])
+
+    def step(grads, state):
+        means, state = mapped(grads, state)
+        return jax.tree.map(lambda mean: mean[0], means), state
+
+    return step, state
+
+
+def in_pjit(tx):
+    return jax.jit(lambda grads, state: tx.update(grads, state, PARAMS)), tx.init(PARAMS)
+
+
+def runners():
+    mesh = data_mesh(N)
+    method = HalvesMethod("data", min_size=5)
+    return {
+        "shard_map": lambda: in_shard_map(method.transform(), True),
+        "shard_map_unchecked": lambda: in_shard_map(method.transform(), False),
+        "vmap": lambda: in_vmap(method.transform()),
+        "pmap": lambda: in_pmap(method.transform()),
+        "pjit": lambda: in_pjit(HalvesMethod("data", min_size=5, mesh=mesh).transform()),
+    }
+
+
+@pytest.mark.parametrize("runner", runners())
+def test_a_compressor_with_state_per_worker(runner):
+    step, state = runners()[runner]()
+    num_steps = 3
+    grads = gradients(num_steps)
+    expected, rest = expected_means(grads, num_steps)
+    for number in range(num_steps):
+        means, state = step(jax.tree.map(lambda leaf: leaf[number], grads), state)  # noqa: B023
+        for name, mean in means.items():
+            np.testing.assert_array_equal(mean, expected[number][name])
+    assert np.asarray(state.num_reductions).reshape(-1)[0] == num_steps
+    a, b, c = state.per_worker
+    np.testing.assert_array_equal(a["rest"].reshape(N, 10, 3), rest["a"])
+    np.testing.assert_array_equal(b["rest"].reshape(N, 7), rest["b"])
+    assert c is None
+
+
+def test_nothing_recompiles():
+    step, state = in_shard_map(HalvesMethod("data", min_size=5).transform(), True)
+    grads = gradients(1)
+    for _ in range(3):
+        _, state = step(jax.tree.map(lambda leaf: leaf[0], grads), state)
+    assert step._cache_size() == 1
+
+
+def test_state_of_tensor_parallel_parameters():
+    """Shards are halved by themselves; each has rows of its own, in pjit programs and inside shard_map."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    specs = {"w": P(None, "model"), "v": P()}
+    params = {"w": jnp.zeros((3, 8)), "v": jnp.zeros(6)}
+    tx = HalvesMethod("data", min_size=1, mesh=mesh, param_specs=specs).transform()
+    state = tx.init(params)
+    v, w = state.per_worker
+    assert (v["rest"].shape, w["rest"].shape) == ((2, 6), (4, 3, 4))
+    grads = {"w": normal((2, 3, 8)), "v": normal((2, 6))}
+    update = jax.jit(lambda g, s: tx.update(g, s, params))
+    means, state = update(grads, state)
+    for part in range(2):
+        shard = np.asarray(grads["w"])[:, :, 4 * part : 4 * part + 4].mean(0).reshape(-1)
+        got = np.asarray(means["w"])[:, 4 * part : 4 * part + 4].reshape(-1)
+        np.testing.assert_allclose(got[:6], shard[:6], rtol=1e-6)
+        np.testing.assert_array_equal(got[6:], 0)
+    assert "all-gather" not in {
+        op for shape, op in collectives(update.lower(grads, state).compile().as_text()) if "3,8" in shape
+    }
+
+    # The same inside of a shard_map over the data axis alone.
+    partial = HalvesMethod("data", min_size=1, param_specs=specs).transform()
+    with jax.set_mesh(mesh):
+        other = partial.init(params)
+    row_specs = sr.state_specs(other, "data")
+    mapped = jax.shard_map(
+        lambda g, s: partial.update(jax.tree.map(lambda x: x[0], g), s),
+        mesh=mesh,
+        in_specs=(P("data"), row_specs),
+        out_specs=(P(), row_specs),
+        axis_names={"data"},
+    )
+    inside, other = jax.jit(mapped)(grads, other)
+    assert jax.tree.map(bits, inside) == jax.tree.map(bits, means)
+    assert jax.tree.map(bits, other) == jax.tree.map(bits, state)
+
+
+def test_checkpoints(tmp_path):
+    method = HalvesMethod("data", min_size=5)
+    step, state = in_shard_map(method.transform(), True)
+    grads = gradients(4)
+    at = lambda number: jax.tree.map(lambda leaf: leaf[number], grads)  # noqa: E731
+    for number in range(2):
+        _, state = step(at(number), state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
+    # The same N: the same bits.
+    expected, _ = step(at(2), state)
+    again, after = step(at(2), restored)
+    assert jax.tree.map(bits, again) == jax.tree.map(bits, expected)
+    # Another N: by the compressor's rule, here the sum stays.
+    fewer = method.resize_state(after, PARAMS, 2)
+    assert fewer.per_worker[0]["rest"].shape == (2, 10, 3)
+    np.testing.assert_array_equal(fewer.per_worker[0]["rest"].sum(0), after.per_worker[0]["rest"].sum(0))
+    assert int(fewer.num_reductions) == 3
+    # Nothing is lost in silence: the state of another N is refused.
+    with pytest.raises(
+        ValueError, match=r"the state of halves for 'a' has float32\[2, 10, 3\] on a worker: expected .*1"
+    ):
+        mesh = data_mesh(2)
+        specs = sr.state_specs(after, "data")
+        tx = method.transform()
+        jax.shard_map(
+            lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+            mesh=mesh,
+            in_specs=(P("data"), specs),
+            out_specs=(P(), specs),
+        )(jax.tree.map(lambda leaf: leaf[:2], at(0)), jax.device_get(after))
+
+
+def test_state_wants_the_number_of_workers():
+    with pytest.raises(ValueError, match=r"halves keeps state per worker, and how many workers .* jax\.set_mesh"):
+        HalvesMethod("data").transform().init(PARAMS)
+
+
+def test_a_rule_that_is_missing_is_said():
+    with pytest.raises(ValueError, match="skipreduce has no rule for its state at another number of workers"):
+        Skip().resize({}, 3)
+    state = sr.skipreduce("data").init(PARAMS)
+    assert SkipReduce("data").resize_state(state, PARAMS, 3) == state  # a counter
+
+
+def test_a_compressor_in_describe_and_metrics():
+    method = HalvesMethod("data", min_size=5, protect=sr.by_path("^b$"))
+    description = method.describe(PARAMS, N)
+    assert [leaf.treatment for leaf in description.leaves] == ["halved", "protected", "small"]
+    # 15 of 30 elements in slices of 4, 6 steps.
+    assert description.leaves[0].wire_bytes == 6 * 4 * 4
+    assert "4 workers, halves, in 1 bucket(s)." in str(description)
+    with jax.set_mesh(data_mesh(N)):
+        state = method.transform().init(PARAMS)
+    assert sr.metrics(state, PARAMS, N, method)["skipreduce/bytes_sent"] == description.wire_bytes
+
+
+def test_bytes_of_a_compressor_are_those_of_the_lowered_program():
+    method = HalvesMethod("data", min_size=5)
+    step, state = in_shard_map(method.transform(), False)
+    grads = jax.tree.map(lambda leaf: leaf[0], gradients(1))
+    text = step.lower(grads, state).compile().as_text()
+    reduced = [shape for shape, operation in collectives(text) if operation == "all-reduce"]
+    assert sum(shape.count("f32[15]") + shape.count("f32[4]") for shape in reduced) == 2
+
+
+def test_a_compressor_in_the_comparison_of_configurations():
+    one, other = (fingerprint(HalvesMethod("data", scale=scale).settings, PARAMS) for scale in (1.0, 2.0))
+    assert first_difference(one, other) == "scale is 1.0 on the first and 2.0 on the second"
+    assert "compressor is skipreduce" in str(first_difference({"compressor": "skipreduce"}, one)) or one["compressor"]
+
+
+def test_methods_by_name():
+    register(HalvesMethod)
+    try:
+        assert METHODS["halves"]("data").settings.compressor.name == "halves"
+        with pytest.raises(ValueError, match="there is a method 'halves' already"):
+            register(HalvesMethod)
+    finally:
+        del METHODS["halves"]
+    assert METHODS["skipreduce"] is SkipReduce
+
+
+# Topologies
+
+
+@pytest.mark.parametrize("topology", [Direct(), Star(), RING], ids=lambda topology: topology.name)
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 8])
+def test_contributors_of_a_topology(topology, num_workers):
+    x = powers_of_two(num_workers, 2 * num_workers + 1)
+    width = 3
+    for k in range(topology.max_skipped(num_workers) + 1):
+        schedule = topology.schedule(num_workers, k)
+        held = schedule.contributors()
+        owners = schedule.owners()
+        for runner, shift in (("vmap", 0), ("shard_map", 1)):
+
+            def reduce(x, k=k, shift=shift):
+                reduction = Reduction(num_skipped=k, shift=shift, normalize=None, topology=topology)
+                return reduce_arrays([x], Group.of("data"), reduction)[0]
+
+            result = np.asarray(each_worker(runner, reduce, num_workers)(x))
+            assert all(bits(row) == bits(result[0]) for row in result)
+            for place in range(x.shape[1]):
+                j = (place // width - shift) % num_workers
+                assert result[0][place] == sum(2.0**r for r in held[owners[j]][j]), (k, place)
+
+
+@pytest.mark.parametrize("topology", [Direct(), Star()], ids=lambda topology: topology.name)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_topology_in_the_transformation(topology, check_vma):
+    """Traced k, drop, a narrow wire: what all workers get is the same, and what NumPy makes of the schedule."""
+    x = normal((N, 1037))
+    wire = Wire.of("bfloat16")
+    runner = "shard_map" if check_vma else "shard_map_unchecked"
+
+    def reduce(x, k, shift):
+        reduction = Reduction(num_skipped=k, shift=shift, normalize=None, wire=wire, topology=topology)
+        return reduce_arrays([x], Group.of("data"), reduction)[0]
+
+    run = each_worker(runner, reduce, N)
+    for k in range(N):
+        result = np.asarray(run(x, jnp.int32(k), jnp.int32(0)))
+        slices = np.pad(np.asarray(x), ((0, 0), (0, 3))).reshape(N, N, -1)
+        expected = reference.run(topology.schedule(N, k), slices, wire_dtype=jnp.bfloat16).reshape(N, -1)[:, :1037]
+        np.testing.assert_array_equal(result, expected)
+    assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize("topology", [RING, Direct()], ids=lambda topology: topology.name)
+@pytest.mark.parametrize("num_skipped", [0, 1, 3, 7])
+def test_what_is_sent_is_the_schedule(topology, num_skipped):
+    """Permutes of the lowered program and their bytes, against the steps of the schedule and its slices."""
+    skip = Skip(num_skipped / 8, mode="static", topology=topology)
+
+    def reduce(x):
+        (plan,) = skip.plan_buckets([num_skipped], Group.of("data"), jnp.int32(0))
+        return skip.reduce([x], [None], plan, Group.of("data"))[0][0]
+
+    run = each_worker("shard_map", reduce, 8)
+    x = normal((8, 803))
+    sent = collectives(run.lower(x).compile().as_text())
+    permutes = [shape for shape, operation in sent if operation == "collective-permute"]
+    schedule = topology.schedule(8, num_skipped)
+    assert len(permutes) == len(schedule.reduce_steps) == 7 - num_skipped
+    assert len(schedule.copy_steps) == 7  # one all-gather, of 7 slices a worker
+    assert [operation for _, operation in sent if operation != "collective-permute"] == ["all-gather"]
+    assert {int(np.prod([int(n) for n in shape.split("[")[1].split("]")[0].split(",")])) for shape in permutes} <= {101}
+    assert topology.slices_sent(8, num_skipped) == len(permutes) + 7
+    assert topology.num_steps(8, num_skipped) == len(schedule.steps)
+    forecast = skip.forecast([jax.ShapeDtypeStruct((803,), jnp.float32)], 8, 1, 0)
+    assert forecast.leaves[0].wire_bytes == (len(permutes) + 7) * 101 * 4
+
+
+def test_closed_forms_of_the_ring():
+    for num_workers in range(1, 10):
+        for k in range(num_workers):
+            for g in range(num_workers):
+                schedule = RING.schedule(num_workers, k, 0, g)
+                assert RING.num_steps(num_workers, k, g) == len(schedule.steps)
+                assert {RING.slices_sent(num_workers, k, g)} == set(schedule.slices_sent())
+
+
+def test_what_only_the_ring_does_is_refused():
+    for change, message in (
+        ({"mode": "dropout", "key": jax.random.key(0)}, "no dropout"),
+        ({"num_gather_skipped": 1}, "gathers in full"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jax.vmap(
+                lambda x: reduce_arrays([x], Group.of("data"), Reduction(topology=Direct(), **change)),  # noqa: B023
+                axis_name="data",
+            )(jnp.ones((3, 8)))
+
+
+# Kernels
+
+
+def test_a_kernel_is_one_file(monkeypatch):
+    kernel = CountingKernel()
+    monkeypatch.setattr(choice, "KERNELS", [kernel])
+    x = normal((N, 100))
+
+    def reduce(x, backend="auto"):
+        return sr.all_reduce(x, "data", num_skipped=2, shift=1, backend=backend)
+
+    monkeypatch.setenv("SKIPREDUCE_BACKEND", "auto")
+    native = each_worker("shard_map_unchecked", reduce, N)(x)
+    assert kernel.num_runs > 0
+    assert bits(native) == bits(each_worker("shard_map", functools.partial(reduce, backend="xla"), N)(x))
+    with pytest.raises(ValueError, match="backend='native': it takes float32 alone"):
+        each_worker("shard_map", functools.partial(reduce, backend="native"), N)(x.astype(jnp.bfloat16))
+
+
+# Buckets
+
+
+def test_no_bucket_waits_for_a_leaf_that_it_does_not_hold():
+    """In the lowered program, what the first permute of each bucket depends on are the leaves of that bucket."""
+    shapes = [1000, 1200, 1400, 1600]
+    tx = sr.skipreduce("data", 0.5, min_size=1, bucket_bytes=1, mode="static", backend="xla")
+
+    def reduce(grads):
+        return tx.update(grads, sr.SkipReduceState(jnp.int32(0)))[0]
+
+    grads = [normal((N, size), seed=size) for size in shapes]
+    mapped = jax.shard_map(
+        lambda grads: reduce([leaf[0] for leaf in grads]), mesh=data_mesh(N), in_specs=P("data"), out_specs=P()
+    )
+    (equation,) = [eqn for eqn in jax.make_jaxpr(mapped)(grads).eqns if eqn.primitive.name == "shard_map"]
+    inner = equation.params["jaxpr"]
+    depends = {variable: {i} for i, variable in enumerate(inner.invars)}
+    order = []
+    for eqn in inner.eqns:
+        found = set().union(*(depends.get(v, set()) for v in eqn.invars if not hasattr(v, "val")))
+        if eqn.primitive.name == "ppermute":
+            order.append(found)
+        depends |= dict.fromkeys(eqn.outvars, found)
+    # One leaf each, the last one first: the backward pass has its gradient first.
+    assert [min(found) for found in order] == [i for i in (3, 2, 1, 0) for _ in range(len(order) // 4)]
+    assert all(len(found) == 1 for found in order)
+
+
+def test_one_counter_is_found_beside_adams():
+    tx = optax.chain(sr.skipreduce("data"), optax.adam(1e-3))
+    state = tx.init(PARAMS)
+    assert int(optax.tree.get(state, "count")) == 0
+    assert int(optax.tree.get(state, "num_reductions")) == 0
+    with pytest.raises(AttributeError, match="called num_reductions since version"):
+        _ = state[0].count
+
+
+def test_counts_of_collectives_are_unchanged():
+    grads = {"a": normal((8, 65, 33)), "bias": normal((8, 7))}
+    tx = sr.skipreduce("data", 0.5, backend="xla")
+    run = each_worker("shard_map", lambda g: tx.update(g, sr.SkipReduceState(jnp.int32(3)))[0], 8)
+    assert count_collectives(run, grads) == {"collective-permute": 3, "all-gather": 1, "all-reduce": 1}
