@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from pydoc_data.topics import topics
@@ -19,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -240,13 +241,13 @@ def print_stability(snapshots: Snapshots) -> None:
     rows.append(tuple(float(np.mean(column)) if column else math.nan for column in columns))
     header = ("rho previous", "rho first", "protected", "in first", "holds", "first holds")
     formats = (".2f", ".2f", ".1%", ".0%", ".1%", ".1%")
-    lines = [f"{'snapshot':<{max(map(len, [*labels, 'snapshot']))}}  " + "  ".join(header)]
-    rule = "-" * len(lines[0])
-    width = len(lines[0]) - len("  ".join(header)) - 2
+    width = max(map(len, ("snapshot", *labels)))
+    lines = ["  ".join(["snapshot".ljust(width), *header])]
     for label, row in zip([*labels, "mean"], rows, strict=True):
         cells = ["-" if math.isnan(value) else f"{value:{spec}}" for value, spec in zip(row, formats, strict=True)]
         aligned = [cell.rjust(len(name)) for cell, name in zip(cells, header, strict=True)]
         lines.append("  ".join([label.ljust(width), *aligned]))
+    rule = "-" * len(lines[0])
     num_leaves = sum(leaf.treatment in ("protected", "skipped") for leaf in first.leaves)
     print("\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]]))
     print(
@@ -267,10 +268,8 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 def save_figure(chosen: sr.Protection, path: str) -> None:
     """Writes a picture as the paper's Fig. 9: the size of each layer, and how much of it is important."""
-    # No pyplot: it would choose a backend for the whole process.
-    figure_module, patches = importlib.import_module("matplotlib.figure"), importlib.import_module("matplotlib.patches")
     leaves = [leaf for leaf in chosen.leaves if leaf.treatment in LOOKS]
-    figure = figure_module.Figure(figsize=(max(5.0, 0.28 * len(leaves) + 1.5), 6), dpi=120, layout="constrained")
+    figure = Figure(figsize=(max(5.0, 0.28 * len(leaves) + 1.5), 6), dpi=120, layout="constrained")
     sizes, shares = figure.subplots(2, 1, sharex=True)
     for position, leaf in enumerate(leaves):
         style = {**LOOKS[leaf.treatment], "edgecolor": "white", "linewidth": 0}
@@ -279,7 +278,7 @@ def save_figure(chosen: sr.Protection, path: str) -> None:
     sizes.set(yscale="log", ylabel="elements")
     shares.set_ylabel("important (%)")
     shares.set_xticks(range(len(leaves)), [leaf.path for leaf in leaves], rotation=90, fontsize=7)
-    handles = [patches.Patch(label=treatment, **look) for treatment, look in LOOKS.items()]
+    handles = [Patch(label=treatment, **look) for treatment, look in LOOKS.items()]
     # Outside of the panels, where the legend hides no bar.
     figure.legend(handles=handles, edgecolor="none", ncols=3, fontsize=8, loc="outside lower center")
     figure.suptitle(str(chosen).splitlines()[-1].replace(": ", ":\n", 1), fontsize=9)

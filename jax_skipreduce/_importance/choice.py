@@ -100,10 +100,10 @@ def choose_protected(
 ) -> Protection:
     """Chooses the leaves that are worth reducing in full: many important elements in few parameters.
 
-    After a first leaf, leaves are taken in the order of their importance (smaller ones first among equals) as far as
+    After a first leaf, leaves are taken in the order of their importance (the smaller one first among equals) as far as
     the budget goes. Each leaf is tried as the first one, and the choice that holds most important elements beyond the
-    average of the tree wins. A leaf that is no more important than the whole tree is never chosen. Leaves under
-    `min_size` elements are reduced in full by `skipreduce` anyway, and take nothing of the budget.
+    average of the tree wins. A leaf that is no more important than the whole tree is never chosen. `skipreduce` reduces
+    leaves under `min_size` elements in full anyway; they take nothing of the budget. (SkipReduce, MICRO 2025: 4.4.)
 
     Call it outside of `jax.jit`: what is protected is settled when the step is traced, so **a choice that changes
     during the training costs one compilation of the step**. All workers need the same choice: give `importance` an
@@ -126,18 +126,10 @@ def choose_protected(
       >>> import jax.numpy as jnp
       >>> import jax_skipreduce as sr
       >>> params = {"conv": jnp.zeros((5, 8)), "dense": jnp.zeros((90, 10)), "head": jnp.zeros((6, 10))}
-      >>> print(sr.choose_protected({"conv": 0.9, "dense": 0.2, "head": 0.55}, params, min_size=1))
-      gradient  shape     treatment  elements  of all  important
-      ----------------------------------------------------------
-      conv      (5, 8)    protected        40    4.0%      90.0%
-      dense     (90, 10)  skipped         900   90.0%      20.0%
-      head      (6, 10)   skipped          60    6.0%      55.0%
-      ----------------------------------------------------------
-      total                             1,000              24.9%
-      Protected: 1 of 3 leaves, 4.0% of the parameters (at most 5.0%), 14.5% of the important elements.
-
-    References:
-      SkipReduce, MICRO 2025: section 4.4, Figs. 9 and 10.
+      >>> chosen = sr.choose_protected({"conv": 0.9, "dense": 0.2, "head": 0.55}, params, min_size=1)
+      >>> chosen.paths, chosen.protected_ratio
+      (('conv',), 0.04)
+      >>> tx = sr.skipreduce("data", 0.5, protect=chosen)
     """
     for name, value, kinds, most, expected in (
         ("max_protected_ratio", max_protected_ratio, (int, float, np.number), 1, "a number in [0, 1], such as 0.05"),
@@ -161,15 +153,11 @@ def choose_protected(
     # Tolerances absorb rounding in the budget and in the average.
     budget = max_protected_ratio * num_elements * (1 + 1e-12)
     candidates = [i for i in ranked if treated[i] == "skipped" and shares[i] > average * (1 + 1e-6)]
-    candidates.sort(key=lambda i: (-shares[i], leaves[i].size, i))
-    sizes = {i: leaves[i].size for i in candidates}
+    sizes = {i: leaves[i].size for i in sorted(candidates, key=lambda i: (-shares[i], leaves[i].size, i))}
     for i in _choose(sizes, {i: size * (shares[i] - average) for i, size in sizes.items()}, budget):
         treated[i] = "protected"
-    described = (
-        LeafImportance(path, leaf.shape, leaf.size, share, treatment)
-        for path, leaf, share, treatment in zip(paths, leaves, shares, treated, strict=True)
-    )
-    return Protection(tuple(described), float(max_protected_ratio))
+    columns = paths, [leaf.shape for leaf in leaves], [leaf.size for leaf in leaves], shares, treated
+    return Protection(tuple(map(LeafImportance, *columns)), float(max_protected_ratio))
 
 
 def _number(share: Any, path: str) -> float:

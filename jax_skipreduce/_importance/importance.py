@@ -18,9 +18,7 @@ from jax_skipreduce._workers.renamed import renamed
 
 # Magnitudes are compared by the bits of a float32 without its sign: these integers have the same order.
 _NUM_BITS = 31
-_SIGN_OFF = 2**_NUM_BITS - 1
 _INFINITY = 0x7F800000
-
 # How many of these bits, from the highest, a value of a narrower type can set.
 _NUM_BITS_OF = {"bfloat16": 15, "float16": 18}
 
@@ -42,8 +40,8 @@ class _Count(NamedTuple):
 def importance(grads: Any, top_ratio: float = 0.25, *, axis_name: AxisName | None = None) -> Any:
     """The share of each gradient's elements that are among the largest of the whole tree.
 
-    An element is important if its magnitude is in the top `top_ratio` of all elements. `choose_protected` turns the
-    shares into a choice for ``skipreduce(protect=..)``.
+    An element is important if its magnitude is in the top `top_ratio` of all elements (SkipReduce, MICRO 2025, section
+    4.4, Fig. 9). `choose_protected` turns the shares into a choice for ``skipreduce(protect=..)``.
 
     **Exact at any size.** The threshold is found bit by bit, in 31 passes over float32, 15 over bfloat16, 18 over
     float16, which compare and count. Nothing is sorted, copied or flattened, so sharded arrays stay where they are.
@@ -54,11 +52,10 @@ def importance(grads: Any, top_ratio: float = 0.25, *, axis_name: AxisName | Non
       `lax.pmean` of 4 bytes per leaf averages the shares of the workers. If parameters are cut over a model axis
       there, name that axis too: each device then ranks its own shards, which is an estimate.
 
-    Ties at the threshold share the remaining places. Zeros are never important. float64 is compared as float32, and
-    complex numbers by their absolute value.
+    Ties at the threshold share the remaining places. Zeros are never important. float64 is compared as float32.
 
     Args:
-      grads: pytree of arrays of any shape, float or complex. Integer and empty leaves are not ranked.
+      grads: pytree of arrays, float or complex (by absolute value). Integer and empty leaves are not ranked.
       top_ratio: in (0, 1]. This share of all elements, rounded, but at least one element, is important.
       axis_name: a mesh axis or a tuple of axes to average over, where they are bound.
 
@@ -76,9 +73,6 @@ def importance(grads: Any, top_ratio: float = 0.25, *, axis_name: AxisName | Non
       >>> grads = {"conv": jnp.array([4.0, -3.0]), "dense": jnp.array([0.1, -3.5, 0.2, 0.3, -1.0, 2.0])}
       >>> {name: float(share) for name, share in sr.importance(grads, 0.25).items()}  # the largest two of eight
       {'conv': 0.5, 'dense': 0.1666666716337204}
-
-    References:
-      SkipReduce, MICRO 2025: section 4.4, Fig. 9.
     """
     expected = "expected a number in (0, 1]: the share of all elements that count as important, such as 0.25"
     if isinstance(top_ratio, (bool, Tracer)) or not isinstance(top_ratio, (int, float, np.number)):
@@ -91,14 +85,13 @@ def importance(grads: Any, top_ratio: float = 0.25, *, axis_name: AxisName | Non
     if ranked:
         arrays = [jnp.asarray(leaves[i]) for i in ranked]
         num_important = max(1, round(top_ratio * sum(array.size for array in arrays)))
-        high, low = divmod(num_important, 2**_LOW_BITS)
-        for index, share in zip(ranked, _shares(arrays, _Count(jnp.int32(high), jnp.int32(low))), strict=True):
+        wanted = _Count(*map(jnp.int32, divmod(num_important, 2**_LOW_BITS)))
+        for index, share in zip(ranked, _shares(arrays, wanted), strict=True):
             shares[index] = share
-    if axis_name is not None:
+    if axis_name is not None and shares:
         ring = Ring.of(axis_name)
-        if shares:
-            # One collective for all leaves: so few bytes take no longer than those of one leaf.
-            shares = list(lax.pmean(ring.local(jnp.stack(shares)), ring.names))
+        # One collective for all leaves: so few bytes take no longer than those of one leaf.
+        shares = list(lax.pmean(ring.local(jnp.stack(shares)), ring.names))
     return jax.tree.unflatten(treedef, shares)
 
 
@@ -141,7 +134,7 @@ def _magnitude_bits(x: jax.Array) -> jax.Array:
     else:
         real = jnp.abs(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
         bits = lax.bitcast_convert_type(real.astype(jnp.float32), jnp.uint32)
-    return bits & jnp.uint32(_SIGN_OFF)
+    return bits & jnp.uint32(2**_NUM_BITS - 1)
 
 
 def _count(flags: jax.Array) -> _Count:
