@@ -148,7 +148,8 @@ def main() -> None:
                 spread = f"{np.mean(losses):.4f} +- {np.std(losses, ddof=1) / np.sqrt(len(losses)):.4f}"
                 shown = ", ".join(f"{k:.1f}" for k in at)
                 print(f"{policy:<16}{sent:8.3f}{spread:>20}{np.mean(accuracies):10.3f}{shown:>20}")
-    common.write_json(args.json, {"machine": common.machine(), "arguments": vars(args), "figures": figures})
+    arguments = {name: value for name, value in vars(args).items() if name != "json"}
+    common.write_json(args.json, {"machine": common.machine(), "arguments": arguments, "figures": figures})
 
 
 def accuracy(params: Any, images: Any, labels: Any) -> float:

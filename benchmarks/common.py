@@ -52,7 +52,31 @@ def interleaved(candidates: dict[str, Callable[[], Any]], num_rounds: int) -> di
     return seconds
 
 
-def write_json(path: str | None, figures: dict[str, Any]) -> None:
+def write_json(path: str | Path | None, figures: dict[str, Any]) -> None:
+    """Writes a file that is short: seven digits per number, one line for what fits in one."""
     if path:
-        Path(path).write_text(json.dumps(figures, indent=2) + "\n")
+        Path(path).write_text(as_text(rounded(figures)) + "\n")
         print(f"wrote {path}")
+
+
+def rounded(value: Any) -> Any:
+    """The same plain data, with seven significant digits of each float."""
+    if isinstance(value, dict):
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(part) for part in value]
+    return float(f"{value:.7g}") if isinstance(value, float) else value
+
+
+def as_text(value: Any, indent: str = "", width: int = 160) -> str:
+    """JSON in which plain lists, and whatever fits in `width` characters, take one line."""
+    line = json.dumps(value)
+    is_plain = not isinstance(value, dict) and "[" not in line[1:] and "{" not in line
+    if is_plain or len(indent) + len(line) <= width:
+        return line
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key)}: {as_text(part, indent + ' ', width)}" for key, part in value.items()]
+    else:
+        parts = [as_text(part, indent + " ", width) for part in value]
+    opening, closing = ("{", "}") if isinstance(value, dict) else ("[", "]")
+    return f"{opening}\n" + ",\n".join(f"{indent} {part}" for part in parts) + f"\n{indent}{closing}"

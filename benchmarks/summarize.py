@@ -1,7 +1,9 @@
-"""Prints the tables of docs/results.md from files that `skipreduce bench --json` wrote.
+"""Prints the tables of docs/results.md from a file that `benchmarks/compact.py` wrote.
 
-One table per number of workers and wire dtype: speed-up over psum of the ring at random shifts, and the lowest quotient
-of speed-up and theory in a row. Names of files are as in ``bench-8-500mbit-16M.json``.
+    python benchmarks/summarize.py docs/results/bench.json
+
+One table per number of workers and wire dtype: the speed-up over psum of the ring at random shifts, and the lowest
+speed-up / theory in a row. The name of a measurement says its link, as in ``bench-8-500mbit-16M``.
 """
 
 import argparse
@@ -11,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 
-def rate_of(path: Path) -> str:
-    """``500mbit`` of ``bench-8-500mbit-16M.json``."""
-    return path.stem.split("-")[2]
-
-
-def summarize(files: list[tuple[str, dict[str, Any]]]) -> str:
-    """Markdown from pairs of (rate, what a file holds)."""
+def summarize(measurements: dict[str, dict[str, Any]]) -> str:
+    """Markdown from measurements by name."""
     groups: dict[tuple[int, str], dict[tuple[str, int], dict[str, Any]]] = defaultdict(dict)
-    for rate, figures in files:
-        for row in figures["rows"]:
+    for name, figures in measurements.items():
+        rate = name.split("-")[2]  # 500mbit of bench-8-500mbit-16M
+        for numbers in figures["rows"]:
+            row = dict(zip(figures["columns"], numbers, strict=True))
             if row["algorithm"] != "ring" or (row["mode"] == "static" and row["num_skipped"]):
                 continue
             key = (figures["machine"]["num_workers"], row["wire_dtype"])
@@ -46,10 +45,9 @@ def summarize(files: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path)
-    paths = parser.parse_args().files
-    print(summarize([(rate_of(path), json.loads(path.read_text())) for path in paths]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    print(summarize(json.loads(parser.parse_args().file.read_text())))
 
 
 if __name__ == "__main__":

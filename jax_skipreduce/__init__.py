@@ -22,10 +22,8 @@ from jax_skipreduce._fsdp.cut import fsdp_cut, fsdp_join
 from jax_skipreduce._fsdp.gather import fsdp_gather
 from jax_skipreduce._gradients.local import local_params, local_value_and_grad
 from jax_skipreduce._gradients.selection import by_path
-from jax_skipreduce._importance.average import ImportanceState, track_importance
 from jax_skipreduce._importance.choice import LeafImportance, Protection, choose_protected
 from jax_skipreduce._importance.importance import importance
-from jax_skipreduce._importance.tracker import ImportanceTracker
 from jax_skipreduce._transform.state import SkipReduceState, state_specs
 
 if TYPE_CHECKING:
@@ -36,8 +34,6 @@ __version__ = "0.2.0"
 __all__ = [
     "CheckEveryState",
     "Description",
-    "ImportanceState",
-    "ImportanceTracker",
     "LeafDescription",
     "LeafImportance",
     "NativeInfo",
@@ -64,12 +60,20 @@ __all__ = [
     "skipreduce",
     "state_specs",
     "time_limit",
-    "track_importance",
 ]
+
+_IN_THE_EXAMPLE = "it left the library in version 0.2, and is now a part of examples/importance.py"
+_MOVED = {
+    "ImportanceState": f"{_IN_THE_EXAMPLE}, as the argument `average` of averaged()",
+    "ImportanceTracker": f"{_IN_THE_EXAMPLE}, as print_stability()",
+    "track_importance": f"{_IN_THE_EXAMPLE}, as averaged(); sr.importance gives one sample",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Where it is used, because it is for Linux alone.
+    # Imported where it is used, because netlab is for Linux alone.
     if name == "netlab":
         return importlib.import_module("jax_skipreduce.programs.netlab")
+    if name in _MOVED:
+        raise AttributeError(f"jax_skipreduce.{name}: {_MOVED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -33,8 +33,6 @@ def test_public_names():
     assert sorted(sr.__all__) == [
         "CheckEveryState",
         "Description",
-        "ImportanceState",
-        "ImportanceTracker",
         "LeafDescription",
         "LeafImportance",
         "NativeInfo",
@@ -61,9 +59,14 @@ def test_public_names():
         "skipreduce",
         "state_specs",
         "time_limit",
-        "track_importance",
     ]
     assert all(hasattr(sr, name) for name in sr.__all__)
+
+
+@pytest.mark.parametrize("name", ["ImportanceState", "ImportanceTracker", "track_importance"])
+def test_names_that_left_say_where_they_went(name):
+    with pytest.raises(AttributeError, match=rf"jax_skipreduce\.{name}: .* examples/importance\.py"):
+        getattr(sr, name)
 
 
 def test_signatures():
@@ -122,8 +125,7 @@ def test_the_core_needs_jax_optax_and_numpy_alone():
     for room in ROOMS[: ROOMS.index("programs")]:
         for path in modules_of(room):
             imported = {name.split(".")[0] for name in imported_modules(path)}
-            # The picture of importance is loaded where it is asked for.
-            assert imported <= allowed | ({"matplotlib"} if path.name == "figure.py" else set()), path
+            assert imported <= allowed, path
     extras = ("typer", "rich", "matplotlib", "sklearn", "flax")
     extras += ("jax_skipreduce.programs.netlab",)  # for Linux alone
     code = f"import sys, jax_skipreduce; print([m for m in {extras} if m in sys.modules])"

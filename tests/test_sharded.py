@@ -98,9 +98,12 @@ def test_auto_axes_without_specs_are_warned_of():
     with pytest.warns(UserWarning, match=r"the mesh has Auto axes \['model'\] .* Give param_specs"):
         jax.jit(tx.update)(grads, tx.init(None), params)
     # Nothing to gather: no other axis, or one whose sharding types tell.
-    for quiet in (jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), make_mesh(AxisType.Explicit)):
-        size = quiet.shape["data"]
-        sr.skipreduce("data", 0.5, mesh=quiet).update({"w": jnp.ones((size, 8))}, tx.init(None), params)
+    alone = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sr.skipreduce("data", 0.5, mesh=alone).update({"w": jnp.ones((8, 8))}, tx.init(None), params)
+    explicit = make_mesh(AxisType.Explicit)
+    with jax.set_mesh(explicit):
+        grads = placed(explicit, grads, {"w": P("data")})
+        sr.skipreduce("data", 0.5, mesh=explicit).update(grads, tx.init(None), params)
 
 
 def test_data_axes_in_any_order_and_a_mesh_that_is_not_set():

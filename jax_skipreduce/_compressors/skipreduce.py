@@ -17,6 +17,7 @@ from jax_skipreduce._transform.registry import register
 from jax_skipreduce._transform.settings import Settings
 from jax_skipreduce._workers.axes import AxisName
 from jax_skipreduce._workers.mean import Normalize
+from jax_skipreduce._workers.renamed import renamed
 from jax_skipreduce._workers.wire import Wire
 
 
@@ -79,6 +80,7 @@ class SkipReduce(Method):
         )
 
 
+@renamed(check_every="chain sr.check_every(num_steps, axis_name) behind the optimizer")
 def skipreduce(
     axis_name: AxisName,
     skip_ratio: SkipRatios = 0.5,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_skipreduce._gradients.paths import leaf_paths
+from jax_skipreduce._gradients.table import text_table
 from jax_skipreduce._topologies.ring import RING
 from jax_skipreduce._transform.compressor import LeafForecast, StepForecast
 from jax_skipreduce._transform.plan import plan_step
@@ -18,6 +19,7 @@ from jax_skipreduce._transform.registry import METHODS
 from jax_skipreduce._transform.settings import Settings
 from jax_skipreduce._transform.shards import shards_of
 from jax_skipreduce._workers.blocks import slice_size
+from jax_skipreduce._workers.renamed import renamed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,16 +119,7 @@ class Description:
                 *(f"{self.num_skipped_elements:,.0f}", f"{self.wire_bytes:,}", f"{self.full_wire_bytes:,}"),
             )
         )
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column < 5 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in (header, *rows)
-        ]
-        rule = "-" * max(map(len, lines))
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *self._summary()])
+        return "\n".join([text_table(header, rows, num_left=5), *self._summary()])
 
     def _summary(self) -> list[str]:
         """What the table comes to, in sentences."""
@@ -151,6 +144,7 @@ class Description:
         return lines
 
 
+@renamed(tx="give the settings, sr.SkipReduce(..): a transformation does not know them")
 def describe(
     params: Any,
     num_workers: int | None = None,

@@ -10,8 +10,10 @@ from jax.core import Tracer
 
 from jax_skipreduce._forecast.describe import forecast, settings_of
 from jax_skipreduce._transform.state import states_in
+from jax_skipreduce._workers.renamed import renamed
 
 
+@renamed(tx="give the settings, sr.SkipReduce(..): a transformation does not know them")
 def metrics(
     opt_state: Any,
     params: Any,

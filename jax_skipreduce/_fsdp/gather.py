@@ -31,9 +31,11 @@ from jax_skipreduce._workers.blocks import from_block, slice_size
 from jax_skipreduce._workers.channel import Channel
 from jax_skipreduce._workers.group import Group
 from jax_skipreduce._workers.mean import Normalize, check_normalize, normalized
+from jax_skipreduce._workers.renamed import renamed
 from jax_skipreduce._workers.wire import Wire
 
 
+@renamed(skip_weights="num_gather_skipped", skip_grads="num_skipped")
 def fsdp_gather(
     shard: Any,
     axis_name: AxisName,

@@ -1,1 +1,1 @@
-"""Importance: which gradients hold the largest elements, and which leaves to protect for it."""
+"""Importance: which gradients hold the largest elements, and which leaves to protect because of that."""

@@ -182,7 +182,7 @@ def resize_state(settings: Settings, opt_state: Any, params: Any, num_workers: i
     Raises:
       ValueError: the compressor has no rule, or the state is not of these parameters.
     """
-    shards = shards_of(settings, params, None)
+    shards = shards_of(settings, params, None, num_workers)
 
     def resized(node: Any) -> Any:
         if not _is_state(node) or not jax.tree.leaves(node.per_worker):

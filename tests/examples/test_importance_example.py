@@ -1,9 +1,11 @@
 """examples/importance.py: one training with its tables and picture, and the comparison."""
 
 import dataclasses
+import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -46,7 +48,7 @@ def test_one_training(example, capsys, tmp_path):
 
 
 def test_comparison(example, capsys, monkeypatch):
-    monkeypatch.setattr(example, "MAX_PROTECTED", 0.2)
+    monkeypatch.setattr(example, "MAX_PROTECTED_RATIO", 0.2)
     # As --compare does with more ratios and seeds.
     example.compare(example.Trainer(example.load("text"), num_steps=10), num_seeds=1, skip_ratios=(0.5,))
     printed = capsys.readouterr().out
@@ -67,3 +69,50 @@ def test_others_are_others(load_example):
     assert chosen.paths == ("a", "b")
     drawn = {module.others(chosen, seed).paths for seed in range(30)}
     assert drawn == {("c", "e"), ("d", "e")}
+
+
+def test_running_average(load_example):
+    module = load_example("importance")
+    rng = np.random.default_rng(0)
+    grads = [
+        {"a": jnp.asarray(rng.normal(size=(4, 40))), "b": jnp.asarray(2 * rng.normal(size=(4, 9)))} for _ in range(12)
+    ]
+    average = {"a": jnp.float32(0), "b": jnp.float32(0)}
+    expected = np.zeros(2)
+    for number, each in enumerate(grads):
+        average = module.averaged(average, each, number)
+        shares = [sr.importance(jax.tree.map(lambda x, rank=rank: x[rank], each)) for rank in range(4)]
+        sample = np.mean([[share["a"], share["b"]] for share in shares], axis=0)
+        # The plain mean of ten samples; from then on each new one counts for a tenth.
+        expected += (sample - expected) / min(number + 1, 10)
+    np.testing.assert_allclose([average["a"], average["b"]], expected, rtol=1e-5)
+
+
+def test_rank_correlation(load_example):
+    spearman = load_example("importance").spearman
+    # With ties as scipy.stats.spearmanr has it.
+    assert spearman([1, 2, 2, 4, 5], [2, 1, 3, 3, 9]) == pytest.approx(0.763157894736842)
+    assert spearman([3, 1], [1, 3]) == pytest.approx(-1)
+    for first, second in (([], []), ([1], [2]), ([1, 1], [1, 2]), ([1, 2], [0, 0])):
+        assert math.isnan(spearman(first, second))
+
+
+def test_stability(load_example, capsys):
+    module = load_example("importance")
+    params = {"a": jnp.zeros(9), "b": jnp.zeros(8), "c": jnp.zeros(83)}
+    snapshots = {
+        f"epoch {number}": sr.choose_protected({"a": a, "b": b, "c": 0.1}, params, 0.1, min_size=1)
+        for number, (a, b) in enumerate([(0.9, 0.5), (0.6, 0.8)], start=1)
+    }
+    module.print_stability(snapshots)
+    assert capsys.readouterr().out.startswith(
+        "snapshot  rho previous  rho first  protected  in first  holds  first holds\n"
+        "--------------------------------------------------------------------------\n"
+        "epoch 1              -          -       9.0%         -  39.7%        39.7%\n"
+        "epoch 2           0.50       0.50       8.0%        0%  31.8%        26.9%\n"
+        "--------------------------------------------------------------------------\n"
+        "mean              0.50       0.50       8.5%        0%  35.8%        33.3%\n"
+        "rho: rank correlation (Spearman) of the importance of 3 leaves with"
+    )
+    nothing = sr.choose_protected({"a": 0.1, "b": 0.1, "c": 0.1}, params, 0.1, min_size=1)
+    assert (module.overlap(nothing, nothing), module.overlap(snapshots["epoch 1"], nothing)) == (1, 0)
