@@ -75,12 +75,13 @@ def test_a_schedule_under_a_transfer_guard():
 
 
 def test_a_schedule_that_leaves_the_range_between_the_steps_looked_at():
-    tx = sr.skipreduce("data", lambda count: jnp.where(count == 7, -0.6, 0.5), min_size=0)
+    method = sr.SkipReduce("data", lambda count: jnp.where(count == 7, -0.6, 0.5), min_size=0)
+    tx = method.transform()
     run = replicated_step(lambda g, count: tx.update(g, sr.SkipReduceState(count))[0], 8)
     reduced = run({"w": powers_of_two(8, 8)}, jnp.int32(7))
     assert {bin(int(value * 8)).count("1") for value in reduced["w"]} == {8}
     with pytest.raises(ValueError, match=r"skip_ratio=-0.6.* at step 7"):
-        sr.describe({"w": jnp.zeros(8)}, 8, tx, count=7)
+        method.describe({"w": jnp.zeros(8)}, 8, count=7)
 
 
 @pytest.mark.promotes
@@ -96,7 +97,7 @@ def test_a_ratio_that_is_injected():
     reduced, state = run(grads, state)
     assert {bin(int(value * 8)).count("1") for value in reduced["w"]} == {6}
     careless = optax.inject_hyperparams(sr.skipreduce)("data", skip_ratio=0.5)
-    with pytest.raises(TypeError, match=r"min_size is an array.*name it in static_args"):
+    with pytest.raises(TypeError, match=r"seed is an array.*name it in static_args"):
         replicated_step(lambda g: careless.update(g, careless.init({"w": jnp.zeros(8)}))[0], 8)(grads)
 
 
