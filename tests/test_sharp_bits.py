@@ -150,6 +150,56 @@ def test_masked_around():
         np.testing.assert_allclose(result["v"][0], GRADS["v"].mean(0), atol=1e-6)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_freezing(check_vma):
+    """The code of the page: fresh zeros for frozen gradients, of which nothing is sent."""
+    params = {"w": jnp.ones(64), "v": jnp.ones(1001)}  # as 8 workers cut them: slices of 8 and of 126 elements
+    mask = {"w": False, "v": True}
+    labels = jax.tree.map(lambda frozen: "frozen" if frozen else "train", mask)
+    train = optax.chain(skip(backend="xla"), optax.adam(1e-2))
+    tx = optax.partition({"train": train, "frozen": optax.set_to_zero()}, labels)
+    batch = {"w": normal((8, 64)), "v": normal((8, 1001))}
+
+    def loss_fn(params, batch):
+        return sum(jnp.vdot(params[name], batch[name][0]) for name in params)
+
+    def make_step(tx, with_zeros):
+        def step(params, state, batch):
+            _, grads = sr.local_value_and_grad(loss_fn, "data")(params, batch)
+            if with_zeros:
+                grads = jax.tree.map(lambda frozen, g: jnp.zeros(g.shape, g.dtype) if frozen else g, mask, grads)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+        return jax.jit(jax.shard_map(step, mesh=data_mesh(8), check_vma=check_vma, **specs))
+
+    if check_vma:
+        for wrong in (tx, optax.selective_transform(train, freeze_mask=mask)):
+            with pytest.raises(ValueError, match="out_specs"):
+                make_step(wrong, with_zeros=False)(params, wrong.init(params), batch)
+    run, state = make_step(tx, with_zeros=True), tx.init(params)
+    new, _ = run(params, state, batch)
+    np.testing.assert_array_equal(new["v"], params["v"])
+    assert (new["w"] != params["w"]).all()
+    sent = collectives(run.lower(params, state, batch).compile().as_text())
+    assert sorted(kind for _, kind in sent) == ["all-gather", *["collective-permute"] * 3]
+    sizes = {int(size) for shape, _ in sent for size in re.findall(r"\d+", shape.split("[")[1].split("]")[0])}
+    assert sizes <= {1, 8, 64}  # of slices of w
+
+    # Or the trainable part alone.
+    def of_train(trained, state, batch):
+        loss = lambda trained, batch: loss_fn({"v": params["v"], **trained}, batch)  # noqa: E731
+        _, grads = sr.local_value_and_grad(loss, "data")(trained, batch)
+        return train.update(grads, state, trained)[0]
+
+    mapped = jax.shard_map(
+        of_train, mesh=data_mesh(8), in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=check_vma
+    )
+    updates = mapped({"w": params["w"]}, train.init({"w": params["w"]}), batch)
+    np.testing.assert_allclose(params["w"] + updates["w"], new["w"], rtol=1e-6)
+
+
 def test_collective_in_the_loss():
     x = normal((8, 4, 5))
     params = jnp.ones(5)
