@@ -43,8 +43,8 @@ def reduce_gradients(
     if plan.protects_nothing and isinstance(settings.protect, ByPath):
         # Other functions, and masks, may rightly protect nothing.
         warnings.warn(
-            f"protect={settings.protect!r} matches no leaf, so nothing is protected: a mistyped path? sr.describe shows "
-            "the paths",
+            f"protect={settings.protect!r} matches no leaf, so nothing is protected: a mistyped path? sr.describe "
+            "shows the paths",
             stacklevel=2,
         )
     states = take_row(settings, group, grads, plan.treatments, per_worker)
