@@ -1,5 +1,5 @@
 // The ring with skipping: which slice a worker sends, receives and ends up owning (Algorithm 2 of the paper, with
-// the shift of its section 4.3). The same arithmetic as jax_skipreduce/_ring.py; a test compares the two.
+// the shift of its section 4.3). The same arithmetic as jax_skipreduce/_topologies/ring.py; a test compares the two.
 //
 // For host and device, without any include, so that NVRTC and a C++ compiler take the same lines.
 

@@ -1,4 +1,4 @@
-// The slice arithmetic as plain C functions, so that a test can compare it with jax_skipreduce/_ring.py.
+// The slice arithmetic as plain C functions, so that a test can compare it with jax_skipreduce/_topologies/ring.py.
 
 #include "export.h"
 #include "ring_schedule.h"
