@@ -94,3 +94,55 @@ def test_arguments_that_are_not_positional():
         each_worker("vmap", lambda x: run(params=PARAMS, x=x), 8)(normal((8, 4, 5)))
     with_numpy = sr.local_value_and_grad(loss_fn, "data", argnums=np.int64(0))
     assert each_worker("vmap", lambda x: with_numpy(PARAMS, x)[1]["w"], 8)(normal((8, 4, 5))).shape == (8, 5, 3)
+
+
+def on_one_worker(function, *args):
+    return jax.shard_map(
+        lambda x: jax.tree.map(lambda leaf: leaf[None], function(*args, x[0])),
+        mesh=data_mesh(2),
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )(jnp.arange(2.0))
+
+
+def test_leaves_that_are_no_arrays_pass():
+    """As in an Equinox module: functions, names and flags are used, and have no gradient."""
+    model = {"w": jnp.ones(3), "activation": jnp.tanh, "name": "mlp", "training": True, "none": None}
+
+    def loss(model, x):
+        assert model["training"] is True
+        return model["activation"](model["w"] * x).sum() + len(model["name"])
+
+    value, grads = on_one_worker(lambda model, x: sr.local_value_and_grad(loss, "data")(model, x), model)
+    assert {key: grad is None for key, grad in grads.items()} == {key: key != "w" for key in model}
+    np.testing.assert_allclose(grads["w"][1], 1 - np.tanh(1) ** 2 * np.ones(3), rtol=1e-6)
+    assert value.shape == (2,)
+    local = jax.vmap(lambda _: sr.local_params(model["w"], "data"), axis_name="data")(jnp.arange(2))
+    assert local.shape == (2, 3)
+    jax.vmap(lambda x: model.keys() == sr.local_params(model, "data").keys() and x, axis_name="data")(jnp.arange(2))
+
+
+def test_integers_need_allow_int():
+    params = {"w": jnp.ones(3), "table": jnp.arange(3)}
+
+    def loss(params, x):
+        return jnp.sum(params["w"][params["table"]] * x)
+
+    with pytest.raises(TypeError, match=r"leaf 'table' has dtype int32, which has no gradient.*eqx\.partition"):
+        on_one_worker(lambda p, x: sr.local_value_and_grad(loss, "data")(p, x)[1]["w"], params)
+
+    def local(params, x):
+        grads = sr.local_value_and_grad(loss, "data", allow_int=True)(params, x)[1]
+        assert grads["table"].dtype == jax.dtypes.float0
+        return grads["w"]
+
+    np.testing.assert_array_equal(on_one_worker(local, params), [[0.0] * 3, [1.0] * 3])
+
+
+def test_it_is_called_as_what_it_wraps():
+    def loss_of_the_model(w, x):
+        """Says what it is."""
+        return jnp.sum(w * x)
+
+    wrapped = sr.local_value_and_grad(loss_of_the_model, "data")
+    assert (wrapped.__name__, wrapped.__doc__) == ("loss_of_the_model", "Says what it is.")

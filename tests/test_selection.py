@@ -8,6 +8,7 @@ import pytest
 import jax_skipreduce as sr
 from jax_skipreduce._gradients import selection as _selection
 from jax_skipreduce._gradients.selection import protected_leaves
+from tests.helpers import normal
 
 
 def treatments(tree, protect, min_size):
@@ -114,3 +115,18 @@ def test_leaves_that_cannot_be_reduced():
         treatments({"key": jax.random.key(0)}, None, 0)
     with pytest.raises(TypeError, match=r"leaf 'a' is 1.0 \(float\): expected an array"):
         treatments({"a": 1.0}, None, 0)
+
+
+def test_a_pattern_that_matches_no_leaf_is_warned_of():
+    grads = {"dense": normal((8, 2000))}
+
+    def run(protect):
+        tx = sr.skipreduce("data", 0.5, protect=protect)
+        return jax.vmap(lambda g: tx.update(g, tx.init(None))[0], axis_name="data")(grads)
+
+    with pytest.warns(UserWarning, match=r"protect=by_path\('\^conv'\) matches no leaf.*sr\.describe shows the paths"):
+        run(sr.by_path("^conv"))
+    # Whoever gives a mask or a function of their own may mean it.
+    run({"dense": False})
+    run(lambda path, leaf: False)
+    run(sr.by_path("dense"))

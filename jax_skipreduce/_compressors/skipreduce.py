@@ -173,8 +173,8 @@ def skipreduce(
         is traced).
 
     Warns:
-      UserWarning: `protect` names no leaf, or Auto axes without `param_specs` may cost all-gathers (when the step is
-        traced).
+      UserWarning: `protect` is a `by_path` that matches no leaf, or Auto axes without `param_specs` may cost
+        all-gathers (when the step is traced).
 
     Example:
       >>> import jax, jax.numpy as jnp, optax

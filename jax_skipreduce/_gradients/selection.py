@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -19,7 +20,21 @@ Protect: TypeAlias = Any  # a pytree of bools, a function (path, leaf) -> bool, 
 Treatment = Literal["compressed", "protected", "small", "integer", "empty"]
 
 
-def by_path(pattern: str | re.Pattern[str]) -> Callable[[str, Any], bool]:
+@dataclasses.dataclass(frozen=True)
+class ByPath:
+    """A function of (path, leaf): whether a pattern is found in the path. What `by_path` returns."""
+
+    pattern: re.Pattern[str]
+
+    def __call__(self, path: str, leaf: Any) -> bool:
+        del leaf
+        return self.pattern.search(path) is not None
+
+    def __repr__(self) -> str:
+        return f"by_path({self.pattern.pattern!r})"
+
+
+def by_path(pattern: str | re.Pattern[str]) -> ByPath:
     """Selects leaves whose path matches a regular expression, for ``skipreduce(protect=...)``.
 
     Args:
@@ -48,11 +63,7 @@ def by_path(pattern: str | re.Pattern[str]) -> Callable[[str, Any], bool]:
     except re.error as error:
         raise ValueError(f"pattern={pattern!r} is not a regular expression: {error}") from None
 
-    def matches(path: str, leaf: Any) -> bool:
-        del leaf
-        return compiled.search(path) is not None
-
-    return matches
+    return ByPath(compiled)
 
 
 def protected_leaves(tree: Any, protect: Protect) -> list[bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -26,7 +26,7 @@ class LeafPlan:
       value: whatever the compressor needs to know of it; may be traced. It is the same for all leaves of a key.
     """
 
-    bucket_key: Hashable = None
+    bucket_key: Any = None
     value: Any = None
 
 

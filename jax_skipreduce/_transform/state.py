@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_skipreduce._gradients.paths import leaf_paths
-from jax_skipreduce._gradients.selection import protected_leaves, treatments
+from jax_skipreduce._gradients.selection import Treatment, protected_leaves, treatments
 from jax_skipreduce._transform.settings import Settings
 from jax_skipreduce._transform.shards import Shard, shards_of
 from jax_skipreduce._workers.axes import AxisName, axis_names, make_varying, varying_axes
@@ -113,7 +114,7 @@ def row_spec(settings: Settings, shard: Shard) -> PartitionSpec:
     return PartitionSpec((*axis_names(settings.axis_name), *others))
 
 
-def take_row(settings: Settings, group: Group, grads: Any, per_worker: Any) -> list[Any]:
+def take_row(settings: Settings, group: Group, grads: Any, treated: Sequence[Treatment], per_worker: Any) -> list[Any]:
     """What this worker keeps of each gradient, checked against what the compressor would make.
 
     Raises:
@@ -123,7 +124,6 @@ def take_row(settings: Settings, group: Group, grads: Any, per_worker: Any) -> l
     if not settings.compressor.keeps_state:
         return [None] * len(leaves)
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    treated = treatments(grads, protected_leaves(grads, settings.protect), settings.min_size)
     expected = [
         jax.eval_shape(lambda shape=shape: settings.compressor.init(shape, group.size)) if how == "compressed" else None
         for shape, how in zip(shapes, treated, strict=True)

@@ -13,7 +13,7 @@ from jax_skipreduce._collectives.hierarchy import reduce_hierarchically
 from jax_skipreduce._gradients.buckets import order_of_use
 from jax_skipreduce._gradients.in_full import reduce_in_full
 from jax_skipreduce._gradients.local import check_local
-from jax_skipreduce._gradients.selection import indices_of
+from jax_skipreduce._gradients.selection import ByPath, indices_of
 from jax_skipreduce._transform.plan import plan_step
 from jax_skipreduce._transform.settings import Settings
 from jax_skipreduce._transform.state import put_row, take_row
@@ -40,12 +40,14 @@ def reduce_gradients(
     everybody = bound_axes(settings.all_axes)
     check_local(grads, everybody, group.tracked)
     plan = plan_step(settings, grads, [varying_axes(leaf) for leaf in leaves], group.size, count)
-    if plan.protects_nothing:
+    if plan.protects_nothing and isinstance(settings.protect, ByPath):
+        # Other functions, and masks, may rightly protect nothing.
         warnings.warn(
-            "protect names no leaf, so nothing is protected: a mistyped path? sr.describe shows the paths",
+            f"protect={settings.protect!r} matches no leaf, so nothing is protected: a mistyped path? sr.describe "
+            "shows the paths",
             stacklevel=2,
         )
-    states = take_row(settings, group, grads, per_worker)
+    states = take_row(settings, group, grads, plan.treatments, per_worker)
     fast = bound_axes(settings.fast_axes) if settings.fast_axes else ()
     # Without elements there is nothing to send, but the result has to be typed as the same on all workers.
     reduced = [

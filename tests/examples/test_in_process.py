@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 import jax_skipreduce as sr
 
 
-@pytest.fixture(params=["flax_nnx", "flax_linen", "pjit_auto", "pjit_explicit"])
+@pytest.fixture(params=["flax_nnx", "flax_linen", "equinox_mlp", "pjit_auto", "pjit_explicit"])
 def name(request):
     return request.param
 
@@ -23,7 +23,7 @@ def train(name, load_example, monkeypatch):
     def run(num_workers: int, skip_ratio: float, num_steps: int = 8):
         module = load_example("pjit_tensor_parallel" if name.startswith("pjit") else name)
         monkeypatch.setattr(module, "LOCAL_BATCH", 256 // num_workers)
-        if name == "flax_nnx":
+        if name in ("flax_nnx", "equinox_mlp"):
             return jax.tree.leaves(module.train(num_workers, num_steps, skip_ratio, 0)[0])
         if name == "flax_linen":
             return jax.tree.leaves(module.train(num_workers, num_steps, skip_ratio, 0)[0].params)
@@ -45,6 +45,16 @@ def gradients_of_one_worker(axis_name, skip_ratio, *, mesh=None, **settings):
     if mesh is None:
         return optax.stateless(lambda grads, params: jax.lax.pmean(grads, axis_name))
     return optax.stateless(lambda grads, params: jax.tree.map(lambda leaf: leaf[0], grads))
+
+
+class GradientsOfOneWorker:
+    """In place of SkipReduce."""
+
+    def __init__(self, axis_name, skip_ratio, **settings):
+        self.transform = lambda: gradients_of_one_worker(axis_name, skip_ratio, **settings)
+
+    def describe(self, *args, **settings):
+        return ""
 
 
 def test_learns_while_it_skips(name, load_example, capsys):
@@ -69,7 +79,7 @@ def test_reduces_gradients(name, train, plain_sgd, monkeypatch):
     num_workers = 4 if name.startswith("pjit") else 8
     full, skipped = train(num_workers, 0.0), train(num_workers, 0.5)
     monkeypatch.setattr(sr, "skipreduce", gradients_of_one_worker)
-    monkeypatch.setattr(sr, "describe", lambda *args, **settings: "")  # it describes skipreduce alone
+    monkeypatch.setattr(sr, "SkipReduce", GradientsOfOneWorker)
     expected = train(1, 0.0)
 
     # With nothing skipped, what one worker gets from the whole batch.
