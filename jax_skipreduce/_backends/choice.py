@@ -44,7 +44,7 @@ def reduce_arrays(arrays: Sequence[jax.Array], group: Group, reduction: Reductio
     kernels = [kernel for kernel in KERNELS if reasons[kernel] is None]
     if backend == "native":
         here = [kernel for kernel in KERNELS if kernel.backend == jax.default_backend()]
-        # Raised while tracing if native was requested and is not available where the program will run.
+        # Raise while tracing if native was requested and is not available where the program will run.
         told = [reasons[kernel] for kernel in here or KERNELS]
         if not kernels or None not in told:
             texts = "; ".join(dict.fromkeys(str(reason) for reason in told))
@@ -79,7 +79,7 @@ def _by_platform(
             branches["default"] = by_ring
         return lax.platform_dependent(*operands, **branches)
 
-    # An all-reduce is linear in the arrays. Tangents go around the ring, which JAX can transpose.
+    # An all-reduce is linear in the arrays. Tangents go through the ring of ppermutes, which JAX can transpose.
     @reduce.defjvp
     def reduce_jvp(
         primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]
@@ -92,7 +92,7 @@ def _by_platform(
 
 
 def _reasons_against(dtype: Any, group: Group, reduction: Reduction, asked: bool) -> dict[Kernel, str | None]:
-    """Why each kernel cannot do a reduction. None where it can."""
+    """For each kernel the reason why it cannot do a reduction; None if it can."""
     reason = _reason_against_all(group, reduction)
     if reason is not None:
         return dict.fromkeys(KERNELS, reason)
@@ -103,7 +103,7 @@ def _reasons_against(dtype: Any, group: Group, reduction: Reduction, asked: bool
 
 
 def _reason_against_all(group: Group, reduction: Reduction) -> str | None:
-    """Why no kernel can do a reduction, on any platform. None if some can."""
+    """The reason why no kernel can do a reduction, on any platform; None if some kernel can."""
     mesh = jax.sharding.get_abstract_mesh()
     if group.is_simulated:
         return f"the workers of axis {group.names} are simulated (jax.vmap), they are no devices"

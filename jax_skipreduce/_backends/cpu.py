@@ -16,14 +16,14 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class CpuKernel(Kernel):
-    """Floats of 16 to 64 bits; k and shift are operands, so schedules go through it, too."""
+    """Floats of 16 to 64 bits. k and shift are operands, so a traced k (a schedule) is served, too."""
 
     platform: ClassVar[str] = "cpu"
     backend: ClassVar[str] = "cpu"
     is_automatic: ClassVar[bool] = True
 
     def reason_against(self, dtype: Any, group: Group, reduction: Reduction) -> str | None:
-        """Why it cannot; see `Kernel.reason_against`."""
+        """The reason why the kernel cannot; see `Kernel.reason_against`."""
         del group
         sent = reduction.wire.sent_as(dtype)
         return ffi.reason_against_dtype(dtype, sent, _DTYPES) or ffi.reason_against_cpu()

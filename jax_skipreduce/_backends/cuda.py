@@ -27,7 +27,7 @@ class CudaKernel(Kernel):
     is_automatic: ClassVar[bool] = False  # not yet run on a GPU
 
     def reason_against(self, dtype: Any, group: Group, reduction: Reduction) -> str | None:
-        """Why it cannot; see `Kernel.reason_against`."""
+        """The reason why the kernel cannot; see `Kernel.reason_against`."""
         del group
         sent = reduction.wire.sent_as(dtype)
         if reason := ffi.reason_against_dtype(dtype, sent, _DTYPES) or ffi.reason_against_cuda():
@@ -38,11 +38,11 @@ class CudaKernel(Kernel):
 
     def run(self, arrays: Sequence[jax.Array], group: Group, reduction: Reduction, place: Place) -> list[jax.Array]:
         """One call for all arrays, joined in a block."""
-        assert isinstance(reduction.num_skipped, int)  # reason_against sees to it
+        assert isinstance(reduction.num_skipped, int)  # reason_against refuses a traced k
         blocks = [to_block(array, group.size) for array in arrays]
         ends = list(itertools.accumulate(block.shape[1] for block in blocks))
         joined = jnp.concatenate(blocks, axis=1) if len(blocks) > 1 else blocks[0]
-        # Rows of whole 16 bytes, which are moved as such.
+        # Rows are padded to multiples of 16 bytes, which the kernels move in one access.
         joined = jnp.pad(joined, ((0, 0), (0, -joined.shape[1] % 8)))
         sent = reduction.wire.sent_as(joined.dtype)
         reduced = ffi.all_reduce_cuda(

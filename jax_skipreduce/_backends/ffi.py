@@ -26,10 +26,10 @@ import numpy as np
 _CPU_TARGET = "skipreduce_cpu_all_reduce"
 _CUDA_TARGET = "skipreduce_all_reduce"
 
-# The first whose XLA gives custom calls its communicators on GPUs.
+# The first jaxlib whose XLA gives its communicators to custom calls on GPUs.
 _FIRST_JAXLIB_FOR_CUDA = (0, 11, 2)
 
-# As ElementType and Divide in xla_ffi/cpu_reduce.h.
+# The same numbers as ElementType and Divide in xla_ffi/cpu_reduce.h.
 _TYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
 _DIVIDE_NUMBERS = {None: 0, "skip": 1, "drop": 2}
 
@@ -47,7 +47,7 @@ def timeout() -> float:
 
 
 def reason_against_dtype(dtype: Any, wire_dtype: Any, served: Sequence[str]) -> str | None:
-    """Why arrays of `dtype`, sent as `wire_dtype`, are not for a kernel that serves these dtypes. None if they are."""
+    """The reason why a kernel for the dtypes `served` cannot take `dtype` sent as `wire_dtype`; None if it can."""
     name = jnp.dtype(dtype).name
     if name not in served:
         return f"{name} is not among {', '.join(served)}"
@@ -66,7 +66,7 @@ def library_path() -> Path | None:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The native library. Raises OSError if it is not there, or cannot be loaded."""
+    """The native library. Raises OSError if the library was not built, or cannot be loaded."""
     path = library_path()
     if path is None:
         raise OSError("skipreduce_ffi.so was not built")
@@ -88,7 +88,7 @@ def reason_not_loaded() -> str | None:
 
 @functools.cache
 def _reason_not_on_cpu() -> str | None:
-    """Registers the CPU handler, once. Returns why that is not possible, if so."""
+    """Registers the CPU handler, once. Returns the reason if that is not possible, else None."""
     if (reason := reason_not_loaded()) is not None:
         return reason
     loaded = library()
@@ -117,7 +117,7 @@ def _reason_not_on_cpu() -> str | None:
 
 @functools.cache
 def _reason_not_on_cuda() -> str | None:
-    """Registers the CUDA handler, once; without a GPU, too, for programs that are exported."""
+    """Registers the CUDA handler, once. Without a GPU as well, for programs that are exported."""
     if (reason := reason_not_loaded()) is not None:
         return reason
     loaded = library()
@@ -141,8 +141,8 @@ def _nvidia_folders() -> list[str]:
 
 
 def cuda_libraries() -> dict[str, str]:
-    """What the native library finds of NVIDIA's: version and path, or why not."""
-    _reason_not_on_cuda()  # tells it where to look
+    """NVIDIA's libraries as the native library finds them: version and path, or why a library was not found."""
+    _reason_not_on_cuda()  # tells the native library where to look
     probe = library().skipreduce_cuda_probe
     probe.restype, probe.argtypes = ctypes.c_longlong, [ctypes.c_char_p, ctypes.c_longlong]
     size = probe(None, 0)
@@ -162,7 +162,7 @@ def _capsule(pointer: int, name: bytes) -> Any:
 
 
 def reason_against_cpu() -> str | None:
-    """Why the kernels do not serve the CPU devices of this process. None if they do."""
+    """The reason why the kernels do not serve the CPU devices of this process; None if they do."""
     reason = _reason_not_on_cpu()
     if reason is None and jax.process_count() > 1:
         return f"{jax.process_count()} processes: on CPUs, the native call is for the devices of one process"
@@ -170,7 +170,7 @@ def reason_against_cpu() -> str | None:
 
 
 def reason_against_cuda() -> str | None:
-    """Why the kernels do not serve NVIDIA GPUs. None if they may; without a GPU, in programs that are exported."""
+    """The reason why the kernels do not serve NVIDIA GPUs; None if they may (without a GPU: in exported programs)."""
     reason = _reason_not_on_cuda()
     if reason is None and jax.default_backend() == "gpu":
         version = importlib.metadata.version("jaxlib")
@@ -202,8 +202,8 @@ def all_reduce_cpu(
       shift: int32 scalar, any.
       num_workers: N.
       normalize: as in `all_reduce`.
-      wire_dtype: what values are rounded to on the way, None for not.
-      in_place: results take the place of the arrays, of which XLA makes copies first where they are needed later.
+      wire_dtype: dtype that values are rounded to on the way; None: they are not rounded.
+      in_place: whether results take the place of the arrays. XLA copies an array first if it is needed later.
 
     Returns:
       Arrays of the same shapes and dtype.
@@ -245,7 +245,7 @@ def all_reduce_cuda(
       num_workers: N.
       num_skipped: k.
       normalize: as in `all_reduce`.
-      wire_dtype: what values are rounded to on the way, None for not.
+      wire_dtype: dtype that values are rounded to on the way; None: they are not rounded.
       replica_groups: (groups, N), devices by their place in the mesh; each row in the order of ranks.
 
     Returns:

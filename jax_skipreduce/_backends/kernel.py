@@ -38,7 +38,7 @@ class Kernel(abc.ABC):
     Attributes:
       platform: as `lax.platform_dependent` calls it.
       backend: as `jax.default_backend` calls it.
-      is_automatic: whether ``backend="auto"`` takes it. If not, it has to be asked for by ``backend="native"``.
+      is_automatic: whether ``backend="auto"`` takes the kernel. If not, only ``backend="native"`` does.
     """
 
     platform: ClassVar[str]
@@ -47,11 +47,11 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def reason_against(self, dtype: Any, group: Group, reduction: Reduction) -> str | None:
-        """Why it cannot reduce arrays of `dtype` so; None if it can."""
+        """The reason why the kernel cannot do this reduction on arrays of `dtype`; None if it can."""
 
     @abc.abstractmethod
     def run(self, arrays: Sequence[jax.Array], group: Group, reduction: Reduction, place: Place) -> list[jax.Array]:
-        """The reduced arrays; see `ppermute.reduce_arrays`. Not typed: see `typed_like`."""
+        """The reduced arrays; see `ppermute.reduce_arrays`. `typed_like` gives them their types."""
 
 
 def typed_like(means: Sequence[jax.Array], operands: Sequence[Any], group: Group) -> list[jax.Array]:

@@ -1,4 +1,4 @@
-"""native_info(): what was built of the native kernels, what of it runs here, and why not."""
+"""native_info(): which native kernels were built, which of them run here, and why the others do not."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class NativeInfo:
     """What `native_info` found.
 
     Attributes:
-      library: path of the native library, None if the package was installed without it.
-      cpu: why the devices of this process's CPU are not served by it; None if they are.
-      cuda: why NVIDIA GPUs are not served by it; None if they may be, by ``backend="native"``.
-      cuda_libraries: what was found of NVIDIA's libraries: version and path, or why not, by name.
-      backend: what ``backend="auto"`` means here: ``"auto"``, or what SKIPREDUCE_BACKEND says.
-      timeout: seconds that a collective waits for a worker that does not come.
+      library: path of the native library; None if the package was installed without the library.
+      cpu: why the library does not serve the CPU devices of this process; None if it does.
+      cuda: why the library does not serve NVIDIA GPUs; None if it may, by ``backend="native"``.
+      cuda_libraries: NVIDIA's libraries by name: version and path, or why a library was not found.
+      backend: what ``backend="auto"`` means here: ``"auto"``, or the value of SKIPREDUCE_BACKEND.
+      timeout: seconds that a collective waits for a worker that never reaches it.
     """
 
     library: str | None
@@ -46,10 +46,10 @@ class NativeInfo:
 
 
 def native_info() -> NativeInfo:
-    """What was built of the native kernels, what of it runs here, and why not.
+    """Which native kernels were built, which of them run here, and why the others do not.
 
-    It loads the library, and starts JAX's backends if nothing has yet. `print` it, and put what it says into
-    reports of errors.
+    The function loads the library, and starts JAX's backends if they have not been started. `print` the result, and
+    put it into reports of errors.
 
     Returns:
       A `NativeInfo`.

@@ -46,7 +46,7 @@ def reduce_blocks(blocks: Sequence[jax.Array], group: Group, reduction: Reductio
     rotate, column = rows_by_slice(group, reduction.shift), 0
     reduced: dict[int, jax.Array] = {}
     for i in _large_first(blocks):
-        # The rotation belongs to the copy out of the bucket, which is made anyway.
+        # The rotation is a part of the copy out of the bucket, which is made anyway.
         part = lax.slice_in_dim(rows, column, column + blocks[i].shape[1], axis=1)
         reduced[i] = rotate(part)
         column += blocks[i].shape[1]
@@ -80,11 +80,11 @@ def reduce_slices(blocks: Sequence[jax.Array], group: Group, reduction: Reductio
 
 
 def rows_by_slice(group: Group, shift: int | jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """A function rows by rank -> rows by slice: row j is the one of the worker that owns slice j."""
+    """A function rows by rank -> rows by slice: row j of the result comes from the worker that owns slice j."""
     if isinstance(shift, int):
         first = ring.owner(0, shift, group.size)
         return lambda rows: rows if first == 0 else jnp.concatenate([rows[first:], rows[:first]])
-    # The owners could be computed; a sort makes XLA do that once, and not again in the copy of every leaf.
+    # Arithmetic would give the owners, too. XLA does not fuse a sort, so the sort runs once, not in every leaf's copy.
     owners = jnp.argsort(ring.owned_slice(jnp.arange(group.size, dtype=jnp.int32), shift, group.size))
 
     def rotate(rows: jax.Array) -> jax.Array:
@@ -105,9 +105,8 @@ def _slices_in_order_of_use(
 ) -> Callable[[Any], jax.Array]:
     """A function of a step s, from k on -> this worker's part of the slice that it sends in step s.
 
-    What arrives in step s belongs to the slice that step s + 1 sends, or, after the last one, to the slice
-    that this worker owns; so it is added to the part of step s + 1. Parts are those of the joined blocks,
-    large ones first.
+    The slice that arrives in step s is the one that step s + 1 sends (after the last step, the slice that this worker
+    owns). So the part of step s + 1 is added to it. Parts are parts of the joined blocks, large blocks first.
     """
 
     def slice_of(step: Any) -> Any:
@@ -117,7 +116,7 @@ def _slices_in_order_of_use(
     readers = [(block, slice_of) for block in blocks if is_large(block)]
     small = [block for block in blocks if not is_large(block)]
     if len(small) > 1 and isinstance(num_skipped, int) and 2 * num_skipped >= group.size:
-        # N-k of N slices are all that is used. A gather is slower than a plain copy, but half of one is not.
+        # Only N-k of N slices are used. A gather is slower than a plain copy, but a gather of half of the rows is not.
         order = slice_of(jnp.arange(num_skipped, group.size, dtype=jnp.int32))
         used = [block.at[order].get(mode="promise_in_bounds", unique_indices=True) for block in small]
         readers.append((jnp.concatenate(used, axis=1), lambda step: step - num_skipped))
@@ -134,9 +133,9 @@ def _slices_in_order_of_use(
 def _keep_masks(key: jax.Array | None, probability: Any) -> Callable[[Any, Any, tuple[int, ...]], jax.Array]:
     """Algorithm 1's coin: which elements of its slice `index` the worker `rank` adds.
 
-    A function of the shared key, the rank and the slice, so any worker can work out any mask.
+    The masks depend on the shared key, the rank and the slice, so any worker can compute any mask.
     """
-    assert key is not None  # all_reduce and skipreduce see to it
+    assert key is not None  # all_reduce and skipreduce check that
 
     def keep(rank: Any, index: Any, shape: tuple[int, ...]) -> jax.Array:
         own_key = jax.random.fold_in(jax.random.fold_in(key, rank), index)
@@ -146,7 +145,7 @@ def _keep_masks(key: jax.Array | None, probability: Any) -> Callable[[Any, Any, 
 
 
 def _num_kept(keep: Callable, group: Group, shift: Any, shape: tuple[int, ...]) -> jax.Array:
-    """How many workers contributed to each element of the slice that this worker owns."""
+    """The number of workers that contributed to each element of the slice that this worker owns."""
     index = ring.owned_slice(group.rank, shift, group.size)
 
     def add(distance: Any, count: jax.Array) -> jax.Array:

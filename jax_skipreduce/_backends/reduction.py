@@ -1,4 +1,4 @@
-"""What a reduction is: the one record that every way to run it takes."""
+"""Reduction: the one record that every way to run a reduction takes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Reduction:
     Attributes:
       num_skipped: k, reduce-scatter steps left out; an int, or a traced int32 in range.
       shift: c, added to every slice index; an int, or a traced int32.
-      normalize: what sums are divided by; None: nothing.
+      normalize: what sums are divided by; None: they are not divided.
       mode: whether steps are left out, or single elements.
       key: PRNG key of ``mode="dropout"``.
       num_gather_skipped: all-gather steps left out.
       wire: the format in which values are sent.
       topology: who sends which slice to whom.
       backend: which way slices travel.
-      in_place: whether native kernels write results where the arrays were: half the memory and half the time, if the
-        arrays are not needed any more.
+      in_place: whether native kernels write results where the arrays were. That takes half the memory and half the
+        time, if the arrays are not needed any more.
     """
 
     num_skipped: int | jax.Array = 0
@@ -71,7 +71,7 @@ class Reduction:
     def with_operands(self, num_skipped: jax.Array, shift: jax.Array) -> Reduction:
         """This reduction in a program of its own, whose operands take the place of what is traced.
 
-        Numbers that are known stay: they make a shorter program than operands do.
+        Numbers that are known stay numbers: they make a shorter program than operands.
         """
         return dataclasses.replace(
             self,
@@ -81,7 +81,7 @@ class Reduction:
 
 
 def check_backend(backend: Any) -> Backend:
-    """`backend`, if there is one of this name. Raises ValueError if not."""
+    """`backend`, checked. Raises ValueError if there is no backend of this name."""
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: expected 'auto', 'xla' (lax.ppermute) or 'native' (one custom call)")
     return backend

@@ -1,6 +1,6 @@
 """Runs the schedule of any topology by `lax.ppermute`, transfer by transfer.
 
-The ring has an executor of its own, which copies less (`ppermute`). This one reads `Topology.schedule` and nothing
+The ring has an executor of its own, which copies less (`ppermute`). This executor reads `Topology.schedule` and nothing
 else, so a new topology runs as soon as its schedule is written down.
 """
 
@@ -58,13 +58,13 @@ def _reduce_rows(rows: jax.Array, group: Group, reduction: Reduction, num_skippe
         held = _run_step(step, held, channel, dtype)
     contributors = np.array([[len(workers) for workers in row] for row in schedule.contributors()], np.int32)
     own = jnp.asarray(contributors)[group.rank]
-    # Of the slices that a worker owns. What it holds of others is of no use any more.
+    # Only the slices that a worker owns are used from here on. Other rows of `held` are partial sums.
     means = normalized(held, reduction.normalize, group.size, own[:, None])
     if jnp.issubdtype(dtype, jnp.inexact):
         means = means.astype(dtype)
     owners = np.array(schedule.owners(), np.int32)
     if sorted(owners.tolist()) == list(range(group.size)):
-        # One slice each: one all-gather, whose result JAX knows to be the same everywhere.
+        # Every worker owns one slice, so one all-gather does. JAX knows its result to be the same everywhere.
         slice_of = np.argsort(owners).astype(np.int32)
         mine = lax.dynamic_index_in_dim(means, jnp.asarray(slice_of)[group.rank], axis=0, keepdims=False)
         return channel.gather(mine)[owners]
@@ -73,19 +73,19 @@ def _reduce_rows(rows: jax.Array, group: Group, reduction: Reduction, num_skippe
         means = _run_step(step, means, channel, means.dtype)
     if not group.tracked:
         return means
-    # No chain of ppermutes tells JAX that all hold the same, and a sum does, at the price of one more all-reduce.
+    # A chain of ppermutes does not tell JAX that all workers hold the same. A sum does, for one more all-reduce.
     return lax.psum(jnp.where(is_mine, means, jnp.zeros((), means.dtype)), group.names)
 
 
 def _run_step(step: Sequence[Transfer], held: jax.Array, channel: Channel, dtype: Any) -> jax.Array:
-    """What workers hold after `step`: rows of all slices, kept in the dtype of `held` and sent as `dtype`."""
+    """The rows of all slices that this worker holds after `step`, in the dtype of `held`. They are sent as `dtype`."""
     group, before = channel.group, held
     for pairs, transfers in _rounds(step):
         sent, received, operation = _tables(transfers, group.size)
         payload = before[jnp.asarray(sent)[group.rank]].astype(dtype)
         arrived = channel.permute(payload, _completed(pairs, group)).astype(held.dtype)
         if step[0].operation == "copy":
-            # Who passes a reduced slice on holds what arrives elsewhere.
+            # A worker that passes a reduced slice on keeps the rounded values that arrive elsewhere.
             rounded = channel.round(payload).astype(held.dtype)
             places = jnp.asarray(sent)[group.rank]
             sends = jnp.asarray(np.isin(np.arange(group.size), [source for source, _ in pairs]))[group.rank]
@@ -121,7 +121,7 @@ def _tables(carried: Sequence[Sequence[Transfer]], num_workers: int) -> tuple[np
     """By rank: the slices that it sends and those that it receives, shape (N, M); whether it receives, (N, 1, 1)."""
     num_slices = len(carried[0])
     sent, received = np.zeros((2, num_workers, num_slices), np.int32)
-    # A worker without a pair writes back what it holds: to places that differ, because a row is set once.
+    # A worker without a pair writes its own rows back. Places differ, because a row may be set only once.
     sent[:] = received[:] = np.arange(num_slices)
     receives = np.zeros((num_workers, 1, 1), bool)
     for transfers in carried:
@@ -132,7 +132,7 @@ def _tables(carried: Sequence[Sequence[Transfer]], num_workers: int) -> tuple[np
 
 
 def _completed(pairs: list[tuple[int, int]], group: Group) -> list[tuple[int, int]]:
-    """`pairs`; under `jax.vmap`, which wants whole permutations, with what is missing."""
+    """`pairs`, completed to a whole permutation under `jax.vmap`, which wants one."""
     if len(pairs) == group.size or not group.is_simulated:
         return pairs
     sources = [rank for rank in range(group.size) if rank not in {source for source, _ in pairs}]

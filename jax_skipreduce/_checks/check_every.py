@@ -34,13 +34,13 @@ def check_every(
 ) -> optax.GradientTransformation:
     """Compares the parameters of all workers in every step that is a multiple of `num_steps`.
 
-    It hands updates on as they are, and may stand anywhere in a chain:
+    The transformation hands updates on as they are, and may stand anywhere in a chain:
     ``optax.chain(sr.skipreduce("data"), optax.adam(1e-3), sr.check_every(1000, "data"))``. `update` needs `params`.
-    Errors and bytes on the wire are those of `check_replicas`; in the steps between nothing is sent.
+    Errors and bytes on the wire are those of `check_replicas`. In the steps between, nothing is sent.
 
     Args:
-      num_steps: steps from one comparison to the next, 1 or more. The first step is one.
-      axis_name: all data axes (with `fast_axes`: those, too). All mesh axes have to be manual, or `mesh` given.
+      num_steps: steps from one comparison to the next, 1 or more. The first step has a comparison.
+      axis_name: all data axes, the fast ones included. All mesh axes have to be manual, or `mesh` given.
       mesh: for pjit programs: the mesh.
       param_specs: with `mesh`: the `PartitionSpec` of each parameter over the other axes, as in `skipreduce`.
 

@@ -1,10 +1,10 @@
-"""time_limit(): ends a process whose training step does not end, because it waits for a worker that does not come.
+"""time_limit(): ends a process whose step does not end, because it waits for a worker that never reaches a collective.
 
-Why XLA and JAX do not do it themselves: the heartbeats of `jax.distributed` are sent by a thread of their own. They
-notice a worker that is dead, stopped or cut off, and not one that lives but hangs: in its data loader, a debugger, or
-a collective that the others do not run. For that XLA has limits for some backends and phases alone (Gloo: 30 minutes,
-``--xla_cpu_collective_timeout_seconds``; NCCL: none by default), and a collective that waits cannot be interrupted
-from Python: signal handlers run between bytecodes, and there are none until XLA returns.
+XLA and JAX do not end such a process themselves. A thread of its own sends the heartbeats of `jax.distributed`, so the
+heartbeats notice a worker that is dead, stopped or cut off, and not one that lives but hangs: in its data loader, a
+debugger, or a collective that other workers do not run. XLA limits such waits for some backends and phases alone (Gloo:
+30 minutes, ``--xla_cpu_collective_timeout_seconds``; NCCL: none by default). A collective that waits cannot be
+interrupted from Python: signal handlers run between bytecodes, and there are none until XLA returns.
 
 So a thread watches, and ends the process by `os._exit`: `sys.exit` in a thread ends that thread, and a regular exit
 would wait for the other workers again, in the shutdown barrier of `jax.distributed`.
@@ -22,10 +22,10 @@ import threading
 import time
 from collections.abc import Iterator
 
-# For the report. Whoever should read it may have stopped reading, and the process has to end all the same.
+# The time for the report. Its reader may have stopped reading, and the process has to end all the same.
 _REPORT_S = 5.0
-# Between the report and the end. Other workers have the same limit and are over it at about the same time; where JAX
-# runs, the end of one makes it abort the others, and the one that hangs shall have said where before.
+# Wait between the report and the end, so that a hung worker can print its stacks before its peers abort it. All workers
+# have the same limit, and reach it at about the same time; JAX aborts the others when one worker ends.
 _OTHERS_S = 2.0
 
 
@@ -36,7 +36,7 @@ class _Watch:
         self._changed = threading.Condition()
         self._limits: dict[object, tuple[float, float, str, int]] = {}  # deadline, seconds, what, exit code
         self._thread: threading.Thread | None = None
-        # The thread sleeps until then, so that a limit that ends later need not wake it: one per step, mostly in vain.
+        # The thread sleeps until this time. A limit that ends later need not wake the thread in every step.
         self._wakes_at = math.inf
 
     def add(self, seconds: float, what: str, exit_code: int) -> object:
@@ -52,7 +52,7 @@ class _Watch:
 
     def remove(self, key: object) -> None:
         with self._changed:
-            # Not there in a child that was forked inside of a limit.
+            # A child that was forked inside of a limit does not have the key.
             self._limits.pop(key, None)
 
     def _run(self) -> None:
@@ -61,14 +61,14 @@ class _Watch:
                 now = time.monotonic()
                 first = min(self._limits.values(), default=(math.inf, 0.0, "", 0))
                 if first[0] <= now:
-                    # With the lock: a step that ends just now waits for it, and does not go on.
+                    # The lock is held, so that a step that ends just now waits, and does not go on.
                     _end(*first[1:])
                 self._wakes_at = first[0]
                 self._changed.wait(None if first[0] == math.inf else min(first[0] - now, threading.TIMEOUT_MAX))
 
 
 def _end(seconds: float, what: str, exit_code: int) -> None:
-    # In a thread of its own, with the time limited: stderr may be a pipe that is full, or locked by who hangs.
+    # A thread of its own writes, for a limited time: stderr may be a full pipe, or locked by the thread that hangs.
     reporter = threading.Thread(target=_report, args=(seconds, what), daemon=True)
     reporter.start()
     reporter.join(_REPORT_S)
@@ -82,7 +82,7 @@ def _report(seconds: float, what: str) -> None:
         f"{socket.gethostname()}). It may be waiting for another worker: look for the one whose main thread is "
         "somewhere else than in the training step, or that says nothing (docs/failures.md).\n"
     )
-    # Not through sys.stderr, whose lock the main thread may hold.
+    # Not sys.stderr: the main thread may hold its lock.
     with contextlib.suppress(OSError):
         os.write(2, text.encode(errors="replace"))
         faulthandler.dump_traceback(file=2, all_threads=True)
@@ -94,7 +94,7 @@ _watch = _Watch()
 
 
 def _forget() -> None:
-    """In a child after a fork: its parent's thread is not there, and the lock may be held for ever."""
+    """Starts anew in a child after a fork, which lacks its parent's thread and may find the lock held for ever."""
     global _watch
     _watch = _Watch()
 
@@ -107,21 +107,23 @@ if hasattr(os, "register_at_fork"):
 def time_limit(seconds: float, what: str, *, exit_code: int = 124) -> Iterator[None]:
     """Ends the process if the block takes longer: a training step, the next batch, a checkpoint.
 
-    For runs of several processes, where a worker that hangs makes all others wait, for ever on some backends. With the
-    limit in all of them, each ends by itself, says what it was at and where all its threads are, and a launcher (Slurm,
-    Kubernetes, examples/elastic.py) sees an exit code. See docs/failures.md for what notices which failure.
+    In a run of several processes, a worker that hangs makes all other workers wait, for ever on some backends. With the
+    limit in all processes, each process ends by itself. It says what it was doing and where all its threads are, and a
+    launcher (Slurm, Kubernetes, examples/elastic.py) sees an exit code. See docs/failures.md for what notices which
+    failure.
 
-    Put into the block what waits: ``jax.block_until_ready`` on what the step returns, or a loss that is printed. JAX
-    dispatches a step and returns; the wait would be elsewhere. Compilation counts, too: give the first step more. If
-    one worker does more than others (it writes a checkpoint, evaluates), the others wait for it in their next step.
+    Put whatever waits into the block: ``jax.block_until_ready`` on what the step returns, or a loss that is printed.
+    JAX dispatches a step and returns, so without it the wait would be elsewhere. Compilation counts, too: give the
+    first step more. If one worker does more than the others (it writes a checkpoint, evaluates), they wait for it in
+    their next step.
 
-    It costs some microseconds, communicates nothing, and works with any backend. Blocks may be nested and in several
-    threads; the first limit that is over counts. Time in which the process was stopped (SIGSTOP) counts.
+    The limit costs some microseconds, communicates nothing, and works with any backend. Blocks may be nested and in
+    several threads; the first limit that is over counts. Time in which the process was stopped (SIGSTOP) counts.
 
     Args:
       seconds: more than the block ever takes, a positive number. `math.inf` sets no limit.
-      what: for the message; name the worker and the step, as ``f"worker {jax.process_index()}, step {step}"``.
-      exit_code: of the process, 1..255. The default is that of timeout(1).
+      what: a text for the message that names worker and step, as ``f"worker {jax.process_index()}, step {step}"``.
+      exit_code: the exit code of the process, 1..255. The default is the exit code of timeout(1).
 
     Raises:
       ValueError, TypeError: an argument is out of range. What the block raises passes through.
@@ -154,5 +156,5 @@ def time_limit(seconds: float, what: str, *, exit_code: int = 124) -> Iterator[N
     try:
         yield
     finally:
-        # Looked up anew: a child that was forked inside of a limit has a watch of its own.
+        # The global is read again here: a child that was forked inside of a limit has a watch of its own.
         _watch.remove(key)

@@ -1,4 +1,4 @@
-"""Whether all workers still hold the same: fingerprints of the leaves, compared."""
+"""check_replicas(): compares fingerprints of the leaves, to see whether all workers still hold the same."""
 
 from __future__ import annotations
 
@@ -23,27 +23,26 @@ _BY_POSITION, _BY_VALUE = 0x9E3779B1, 0x85EBCA6B
 def check_replicas(tree: Any, axis_name: AxisName, what: str = "replicas") -> None:
     """Raises, while the program runs, if workers do not hold the same bits of `tree`.
 
-    Parameters and optimizer states are the same on all workers as long as everybody starts with the same and applies
-    the same means. What breaks that (a checkpoint that one process read from elsewhere, a seed, a memory
-    fault) shows up late, as a loss that does not fall. Put this into the training step, or into a program of its own
-    that runs now and then. `check_every` does it every so many steps, as part of an optax chain.
+    Parameters and optimizer states are the same on all workers as long as all workers start with the same values and
+    apply the same means. A mistake (a checkpoint that one process read from elsewhere, another seed, a memory fault)
+    shows up late, as a loss that does not fall. Call `check_replicas` in the training step, or in a program of its own
+    that runs now and then. `check_every` compares parameters every so many steps, as part of an optax chain.
 
-    Each worker works out a fingerprint of 32 bits of each leaf; they are gathered and compared. If a leaf
-    differs, the chance that this is not noticed is 2**-32.
+    Each worker computes a fingerprint of 32 bits of each leaf. The fingerprints are gathered and compared. If a leaf
+    differs, the chance that the difference goes unnoticed is 2**-32.
 
     Bytes on the wire per worker: (N-1) * 4 * (number of leaves), one `lax.all_gather` (and one more where other mesh
-    axes are manual). It reads each leaf once. All mesh axes have to be manual.
+    axes are manual). Each leaf is read once. All mesh axes have to be manual.
 
     Args:
-      tree: pytree of arrays: what each worker holds. Those of another dtype than float, integer, bool and PRNG
-        keys cannot be compared.
+      tree: pytree of arrays: what each worker holds. Floats, integers, bools and PRNG keys can be compared.
       axis_name: the data axis, or a tuple of axes, bound here.
-      what: what the error calls them.
+      what: what the error calls the tree.
 
     Raises:
-      ValueError: an axis is not bound, or another one is not manual (when traced).
-      jax.errors.JaxRuntimeError: leaves differ; it names them, and the workers that are not with the majority. It
-        comes out where the results of the program are waited for, on all workers, in a bounded time.
+      ValueError: an axis is not bound, or another mesh axis is not manual (when traced).
+      jax.errors.JaxRuntimeError: leaves differ. The error names the leaves, and the workers that are not with the
+        majority. It comes out where the results of the program are waited for, on all workers, in a bounded time.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -58,7 +57,7 @@ def check_replicas(tree: Any, axis_name: AxisName, what: str = "replicas") -> No
 
 
 def check_replicas_when(condition: bool | jax.Array, tree: Any, axis_name: AxisName, what: str) -> None:
-    """`check_replicas` where `condition` is true, which is the same on all workers."""
+    """`check_replicas` where `condition` is true. `condition` is the same on all workers."""
     paths, leaves = leaf_paths(tree), [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     paths = [path for path, leaf in zip(paths, leaves, strict=True) if leaf.size]
     leaves = [leaf for leaf in leaves if leaf.size]
@@ -85,7 +84,7 @@ def check_replicas_when(condition: bool | jax.Array, tree: Any, axis_name: AxisN
         table = Channel(group).gather(jnp.stack([_fingerprint(group.local(leaf)) for leaf in leaves]))
         if not others:
             return table[None]
-        # All devices have to go on, or none: those that did would wait for the others in their next collective.
+        # All devices have to go on, or none: a device that went on alone would wait in its next collective.
         local = make_varying(table, others) if group.tracked else table
         return Channel(Group.of(others)).gather(local)
 
@@ -104,12 +103,12 @@ def check_replicas_when(condition: bool | jax.Array, tree: Any, axis_name: AxisN
 
 
 def _fingerprint(x: jax.Array) -> jax.Array:
-    """32 bits that depend on every bit of `x` and on its place, a uint32 scalar."""
+    """A uint32 scalar that depends on every bit of `x` and on the place of the bit."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     words = _words(x)
     position = jnp.zeros((), jnp.uint32)
-    # Without flattening, which would gather an array that is sharded.
+    # No flattening: it would gather an array that is sharded.
     for dimension, length in enumerate(words.shape):
         position = position * np.uint32(length) + lax.broadcasted_iota(jnp.uint32, words.shape, dimension)
     mixed = words ^ (position * np.uint32(_BY_POSITION) + np.uint32(1))
@@ -132,12 +131,12 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _difference(table: np.ndarray, paths: list[str], what: str) -> str | None:
-    """What differs in a table of fingerprints, a row per worker and a column per leaf. None: nothing."""
+    """The difference in a table of fingerprints, in words; None if there is none. Rows are workers, columns leaves."""
     wrong: dict[tuple[int, ...], list[str]] = {}
     for path, column in zip(paths, table.T.tolist(), strict=True):
         (most, count), *others = collections.Counter(column).most_common()
         if others:
-            # Without a majority nobody can say who is right.
+            # Without a majority no worker can be called right.
             alone = tuple(rank for rank, value in enumerate(column) if value != most)
             is_majority = count > len(column) - count
             wrong.setdefault(alone if is_majority else tuple(range(len(column))), []).append(path)
