@@ -29,19 +29,18 @@ def all_gather(
     Bytes on the wire per worker: (N-1) * x.size * itemsize; one `lax.all_gather`.
 
     Args:
-      x: this worker's slice; of any dtype and shape, which are the same on all workers.
+      x: this worker's slice, of any dtype and shape that are the same on all workers.
       axis_name: a mesh axis or a tuple of them.
-      shift: the `shift` that `reduce_scatter` was given: worker r holds slice (r + 1 + shift) mod N.
-      shape: shape of the whole. Padding is cut off. None: 1-D, with the padding.
-      wire_dtype: what wider floats are sent as. The own slice is rounded as well, so that all
+      shift: the `shift` of `reduce_scatter`: worker r holds slice (r + 1 + shift) mod N.
+      shape: shape of the whole array. Padding is cut off. None: the result is 1-D, with the padding.
+      wire_dtype: the dtype in which wider floats are sent. A worker's own slice is rounded as well, so that all
         workers hold the same.
 
     Returns:
       An array of `shape`, typed as the same on all workers.
 
     Raises:
-      ValueError: N slices of this size are not what an array of `shape` is cut in, or an axis is
-        not bound.
+      ValueError: an array of `shape` is not cut in N slices of this size, or an axis is not bound.
       TypeError: `shift` is no integer.
 
     Example:

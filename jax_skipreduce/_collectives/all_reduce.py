@@ -40,46 +40,46 @@ def all_reduce(
     `lax.ppermute` steps, the all-gather one `lax.all_gather` (N-1 steps of the ring).
 
     float16 and bfloat16 are added up in float32 and sent in their own dtype, rounded once per step.
-    With `wire_dtype`, so are wider floats, and `itemsize` is that of `wire_dtype`.
-    All workers get the same bits, and get them again in every run.
+    With `wire_dtype`, wider floats are sent rounded as well, and `itemsize` is that of `wire_dtype`.
+    All workers get the same bits, and every run gives these bits again.
 
     Args:
       x: this worker's array, float16, bfloat16, float32, float64, complex or integer; of any shape, which
         is the same on all workers. A replicated x is added N times, as in `lax.psum`.
       axis_name: a mesh axis or a tuple of them (in any order); under `vmap` and `pmap` one axis.
       num_skipped: k, reduce-scatter steps left out, 0..N-1. An int, or a traced integer scalar that
-        is the same on all workers: then one program serves all k, and a value out of range is
-        clamped to it (and reverse-mode differentiation is not possible).
+        is the same on all workers. With a traced k, one program serves all k, values out of range are
+        clamped, and reverse-mode differentiation is not possible.
       shift: c, added to every slice index, modulo N. An int or a traced integer scalar that is the
         same on all workers.
       normalize: ``"skip"`` divides by N: what was skipped counts as zero. ``"drop"`` divides by the
         number of contributors, N-k. None gives the plain sum.
       mode: ``"skip"`` leaves out steps. ``"dropout"`` (Algorithm 1) is the fine-grained yardstick:
         every step is made, and each worker after the first adds each of its elements with
-        probability 1 - k/N. It saves no bytes.
-      key: PRNG key for ``mode="dropout"``, the same on all workers; a new one for each call.
+        probability 1 - k/N. Dropout saves no bytes.
+      key: PRNG key for ``mode="dropout"``, the same on all workers, and a new key for each call.
       num_gather_skipped: all-gather steps left out, 0..N-1 (section 5.2; for comparison). **Replicas
         diverge**: worker r gets zeros for the reduced slices of the workers r+1, .., r+g, so each
-        worker gets other values, and under ``check_vma=True`` the result is typed as varying. Saves
+        worker gets other values, and under ``check_vma=True`` the result is typed as varying. That saves
         g more steps.
-      wire_dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``: floats that are wider are rounded to
-        it for the wire, and added up as they are. None, and other arrays: sent as they are. float16
-        overflows above 65504, which a sum of many may reach.
+      wire_dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``: wider floats are rounded to this dtype for
+        the wire, and added up in their own dtype. Other arrays, and all arrays with None, are sent as they are.
+        float16 overflows above 65504, which a sum of many may reach.
       backend: ``"xla"`` sends slices with `lax.ppermute`. ``"native"`` is one custom call into the native
         kernels: between the CPU devices of one process (floats of 16 to 64 bits), or, with jaxlib 0.11.2, between
-        NVIDIA GPUs (16 and 32 bits; not yet run on one). ``"auto"`` takes it on CPUs where it is there
-        (`native_info` says), else ``"xla"``; or what the environment variable SKIPREDUCE_BACKEND names.
-        Results have the same bits either way.
+        NVIDIA GPUs (16 and 32 bits; not yet run on a GPU). ``"auto"`` uses the native kernels on CPU devices of one
+        process if they were built (`native_info` says), else ``"xla"``. The environment variable SKIPREDUCE_BACKEND
+        changes what ``"auto"`` means. Results have the same bits either way.
 
     Returns:
-      An array of the shape and dtype of `x`; integers that are normalized come as floats, as in
-      `lax.pmean`. Typed as the same on all workers, so it may leave ``shard_map`` as ``P()``.
+      An array of the shape and dtype of `x`; normalized integers come as floats, as in `lax.pmean`. The
+      result is typed as the same on all workers, so it may leave ``shard_map`` as ``P()``.
 
     Raises:
       TypeError: `x` has a dtype that cannot be added, `num_skipped` or `shift` is no integer, or
         dropout has no key.
       ValueError: an axis is not bound, a count is out of range or differs between workers, a
-        name is unknown, or ``backend="native"`` is not there.
+        name is unknown, or ``backend="native"`` is not available.
 
     Example:
       Four simulated workers. Worker r contributes 2**r, so the bits of a sum name its contributors:

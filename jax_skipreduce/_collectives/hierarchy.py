@@ -1,7 +1,7 @@
-"""Two networks: reduced in full over the fast one, in any way over the slow one.
+"""Two networks: a reduction in full over the fast network, and in any way over the slow network.
 
-Each of M workers on the fast axes gets one part of every array, summed over the fast axes (reduce-scatter). The M parts
-are reduced over the slow axis at the same time, each of 1/M of the data. Then the parts are gathered over the fast
+Each of M workers on the fast axes gets one part of every array, summed over the fast axes (reduce-scatter). The M
+parts, each with 1/M of the data, are reduced over the slow axis at the same time. Then the parts are gathered over the fast
 axes.
 """
 
@@ -31,22 +31,22 @@ def reduce_hierarchically(
 
     Args:
       arrays: floats, none of them empty.
-      fast_axes: names, in the order of the mesh. None of them: `reduce_slow` alone.
+      fast_axes: names, in the order of the mesh. Without names, `reduce_slow` alone reduces.
       reduce_slow: arrays -> their means over the slow axes, in the same shapes.
     """
     if not fast_axes:
         return list(reduce_slow(arrays))
     num_parts, dtype = lax.axis_size(fast_axes), arrays[0].dtype
     blocks = [to_block(array, num_parts) for array in arrays]
-    # As in the ring: added up in float32, whatever the backend would do.
+    # 16-bit floats are added up in float32, as in the ring, whatever the backend would do.
     joined = jnp.concatenate(blocks, axis=1).astype(accumulator(dtype))
 
     def by_ring(joined: jax.Array) -> jax.Array:
         return reduce_slices([joined], Group.of(fast_axes), Reduction(shift=-1, normalize=None))
 
-    # On CPUs around a ring of our own: between processes psum_scatter goes over Gloo, where it was reported wrong.
+    # On CPUs a ring of our own: between processes psum_scatter goes over Gloo, where it was reported to be wrong.
     part = lax.platform_dependent(joined, cpu=by_ring, default=lambda joined: lax.psum_scatter(joined, fast_axes))
-    # Divided at once: float16 has no room for sums of many.
+    # The division comes at once, because float16 has no room for sums of many.
     part = (part / num_parts).astype(dtype)
     ends = list(itertools.accumulate(block.shape[1] for block in blocks))
     own = jnp.concatenate(reduce_slow(jnp.split(part, ends[:-1])))

@@ -37,7 +37,7 @@ def reduce_scatter(
       num_skipped: k, steps left out, 0..N-1; an int or a traced integer scalar.
       shift: c, added to every slice index, modulo N; an int or a traced integer scalar.
       normalize: ``"skip"``, ``"drop"`` or None.
-      wire_dtype: what wider floats are sent as; the result is not rounded to it.
+      wire_dtype: the dtype in which wider floats are sent. The result is not rounded to it.
 
     Returns:
       A 1-D array of ceil(x.size / N) elements of `x` flattened and padded with zeros, typed as varying.

@@ -1,4 +1,4 @@
-"""Checks of what users pass to collectives: dtypes, and integers that all workers have to agree on."""
+"""Checks of arguments of collectives: dtypes, and integers that all workers have to agree on."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def checked_shift(name: str, value: Any, group: Group) -> int | jax.Array:
     shift = checked_integer(name, value, group)
     if isinstance(shift, int):
         return shift % group.size
-    # Before anything is added to it: 2**32 is no multiple of N, so what overflows is another shift.
+    # Modulo N before anything is added: 2**32 is no multiple of N, so a shift that overflows would be another shift.
     return (shift % jnp.asarray(group.size, shift.dtype)).astype(jnp.int32)
 
 
 def checked_count(name: str, value: Any, group: Group, most: int | None = None) -> int | jax.Array:
-    """`value` as a number of skipped steps: checked where it is known, clamped to 0..most where traced.
+    """`value` as a number of skipped steps: checked if it is known, clamped to 0..most if it is traced.
 
-    `most` is N-1 if it is None.
+    ``most=None`` means N-1.
     """
     most = group.size - 1 if most is None else most
     steps = checked_integer(name, value, group)

@@ -30,7 +30,7 @@ def bound_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
     """The names in `axis_name`, checked, in the order of the mesh.
 
     `lax.ppermute` numbers workers in mesh order, `lax.axis_index` and `lax.all_gather` in the order
-    of the tuple. Sorted by the mesh, all three mean the same worker by a rank.
+    of the tuple. With names in mesh order, all three give a rank to the same worker.
 
     Raises:
       ValueError: an axis is not bound where this is called, or several are bound by `vmap`.
@@ -63,7 +63,8 @@ def bound_axes(axis_name: AxisName) -> tuple[Hashable, ...]:
 def outside_of_the_trace(function: Callable[[], Any]) -> Any:
     """``function()``, which computes with numbers that are known, where nothing of the surrounding trace is seen.
 
-    In a thread of its own: `jax.ensure_compile_time_eval` does not clear the ambient mesh or the transfer guards.
+    `function` runs in a thread of its own: `jax.ensure_compile_time_eval` does not clear the ambient mesh or the
+    transfer guards.
     """
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(function).result()
@@ -76,13 +77,13 @@ def varying_axes(x: Any) -> frozenset[Hashable]:
 
 
 def is_tracked(rank: jax.Array, names: tuple[Hashable, ...]) -> bool:
-    """Whether varying values are tracked, by the type of a rank: in ``shard_map(check_vma=True)`` alone."""
+    """Whether JAX tracks varying values, as the type of `rank` shows: in ``shard_map(check_vma=True)`` alone."""
     return set(names) <= varying_axes(rank)
 
 
 def make_varying(x: jax.Array, names: tuple[Hashable, ...]) -> jax.Array:
     """`x`, typed as varying over `names`, which have to be tracked."""
-    # A second cast of the same axis raises, so only those that are missing.
+    # A second cast over the same axis raises, so only missing axes are cast over.
     missing = tuple(name for name in names if name not in varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 

@@ -7,8 +7,8 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
-# Blocks from this size on are read where they lie, slice by slice, and put together row by row. That is as fast as
-# can be, but each row that is named takes time to compile and to start: smaller blocks are joined, and gathered.
+# Blocks from this size on are read where they lie, slice by slice, and put together row by row. Nothing is faster at
+# run time, but each row that is named takes time to compile and to start. So smaller blocks are joined, and gathered.
 _MIN_BYTES_LARGE = 2**20
 
 

@@ -24,15 +24,15 @@ class Channel:
             object.__setattr__(self, "wire", AS_THEY_ARE)
 
     def permute(self, x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-        """`Group.permute`, rounded to what is sent."""
+        """`Group.permute` of `x` as it is sent: rounded to the wire format."""
         return self.wire.move(lambda y: self.group.permute(y, pairs), x)
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """`Group.gather`, rounded to what is sent; the own row as well."""
+        """`Group.gather` of `x` as it is sent: rounded to the wire format, this worker's own row included."""
         if self.group.size == 1 and not self.group.tracked:
             return x[None]  # with tracking on, only a collective can say that all workers share it
         return self.wire.move(self.group.gather, x)
 
     def round(self, x: jax.Array) -> jax.Array:
-        """`x` as it would arrive."""
+        """`x` with the values that would arrive at another worker."""
         return self.wire.round(x)

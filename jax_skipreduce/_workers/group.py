@@ -35,8 +35,8 @@ class Group:
 
         Args:
           axis_name: a mesh axis or a tuple of them, bound here.
-          rank: of this worker, where it came in as an operand: into the body of an inner function, which outlives the
-            trace around it, or of a nested shard_map, where JAX 0.10.0 cannot lower the index of an outer axis.
+          rank: the rank of this worker, if it came in as an operand: in the body of an inner function, which outlives
+            the trace around it, or in a nested shard_map, where JAX 0.10.0 cannot lower the index of an outer axis.
 
         Raises:
           ValueError: an axis is not bound.
@@ -50,19 +50,19 @@ class Group:
         return axes.make_varying(x, self.names) if self.tracked else x
 
     def shared_over(self, x: Any) -> list[Hashable]:
-        """Axes over which JAX knows `x` to be the same. Empty where it does not track that."""
+        """Axes over which JAX knows `x` to be the same. Empty if JAX does not track that."""
         return [name for name in self.names if name not in axes.varying_axes(x)] if self.tracked else []
 
     def permute(self, x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-        """What the source of this worker's pair (source, target) sent; zeros if no pair has it for a target."""
+        """The `x` of the worker that `pairs` (source, target) has as the source of this one; zeros without such a pair."""
         return lax.ppermute(x, self.names, pairs)
 
     def gather(self, x: jax.Array) -> jax.Array:
-        """The `x` of all workers on a new leading axis, by rank. Known to be the same on all of them."""
+        """The `x` of all workers on a new leading axis, by rank. JAX knows the result to be the same on all workers."""
         return lax.all_gather(x, self.names, to="invarying" if self.tracked else "varying")
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the workers are simulated by `jax.vmap` (or `jax.pmap`), and their axis is none of a mesh."""
+        """Whether `jax.vmap` (or `jax.pmap`) makes the workers, so that their axis is no mesh axis."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
         return any(name not in manual for name in self.names)

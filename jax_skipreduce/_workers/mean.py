@@ -1,4 +1,4 @@
-"""From a sum to the mean: what sums are added up in, and what they are divided by."""
+"""From a sum to the mean: the dtype of sums, and what sums are divided by."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_normalize(normalize: Any, allow_none: bool) -> None:
 
 
 def accumulator(dtype: Any) -> Any:
-    """What sums of `dtype` are added up in: float32 for the 16-bit floats, else the dtype itself."""
+    """The dtype in which values of `dtype` are added up: float32 for the 16-bit floats, else `dtype` itself."""
     return jnp.float32 if dtype in (jnp.float16, jnp.bfloat16) else dtype
 
 
@@ -31,6 +31,6 @@ def normalized(total: jax.Array, normalize: Normalize | None, num_workers: int, 
         return total
     if normalize == "skip":
         return total / num_workers
-    # Small integers cannot count the workers, so both become what their quotient is.
+    # Small integers cannot count the workers, so total and count are cast to the dtype of their quotient first.
     dtype = jax.eval_shape(lambda x: x / 1, total).dtype
     return total.astype(dtype) / jnp.asarray(contributors).astype(dtype)

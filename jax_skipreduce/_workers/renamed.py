@@ -15,8 +15,8 @@ def renamed(**ways_out: str) -> Callable[[_Function], _Function]:
     The signature, the docstring and the type of the function stay what they are.
 
     Args:
-      **ways_out: by old name, the new name (``top_fraction="top_ratio"``), or a sentence that says what to do instead;
-        whatever contains a space is a sentence.
+      **ways_out: for each old name the new name (``top_fraction="top_ratio"``), or a sentence that says what to do
+        instead. A text with a space counts as a sentence.
 
     Returns:
       A decorator.

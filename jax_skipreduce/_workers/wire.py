@@ -1,4 +1,4 @@
-"""What travels: floats in a narrower dtype if that is asked for, 16-bit floats as 16 bits."""
+"""The wire format: floats in a narrower dtype if `wire_dtype` says so, 16-bit floats as 16 bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# What values may be rounded to for the wire. Narrower ones lose whole gradients in a sum of many.
+# Dtypes that values may be rounded to for the wire. Narrower dtypes lose whole gradients in a sum of many.
 WIRE_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -20,7 +20,7 @@ class Wire:
     """The format in which values are sent.
 
     Attributes:
-      dtype: what wider floats are rounded to for the wire. None: values are sent as they are.
+      dtype: the dtype that wider floats are rounded to for the wire. None: values are sent as they are.
     """
 
     dtype: np.dtype | None = None
@@ -44,7 +44,7 @@ class Wire:
         return cls(dtype)
 
     def sent_as(self, dtype: Any) -> np.dtype:
-        """What values of `dtype` are sent as."""
+        """The dtype in which values of `dtype` are sent."""
         dtype = jnp.dtype(dtype)
         if self.dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             return dtype
@@ -59,12 +59,12 @@ class Wire:
         sent = self.sent_as(x.dtype)
         if sent == x.dtype:
             return x
-        # Two casts would not do: XLA is free to leave out both.
+        # Not two casts: XLA is free to leave out both.
         info = jnp.finfo(sent)
         return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
 
     def move(self, move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-        """``move(x)``, rounded to what is sent. `move` moves values unchanged."""
+        """``move(x)`` with values rounded as they are sent. `move` moves values unchanged."""
         return _as_bits(move, x.astype(self.sent_as(x.dtype))).astype(x.dtype)
 
 
@@ -75,7 +75,7 @@ def _as_bits(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """``move(x)``, with 16-bit floats as 16 bits on the wire.
 
     XLA's CPU backend widens the float16 and bfloat16 operands of a collective to float32, and
-    sends twice the bytes. It leaves integers alone.
+    sends twice the bytes. Integers are sent as they are.
     """
     if x.dtype not in (jnp.float16, jnp.bfloat16):
         return move(x)
