@@ -1,8 +1,8 @@
 """Two networks: a reduction in full over the fast network, and in any way over the slow network.
 
 Each of M workers on the fast axes gets one part of every array, summed over the fast axes (reduce-scatter). The M
-parts, each with 1/M of the data, are reduced over the slow axis at the same time. Then the parts are gathered over the fast
-axes.
+parts, each with 1/M of the data, are reduced over the slow axis at the same time. Then the parts are gathered over the
+fast axes.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 
 def group_key(leaf: Any, varying: frozenset[Hashable]) -> Hashable:
-    """Leaves with the same answer may share a bucket.
+    """A key of `leaf`: leaves with the same key may share a bucket.
 
-    One dtype, because nothing is cast; and one set of axes that they vary over, because joining a
-    leaf that is sharded over a model axis with one that is not would make both vary over it.
+    They have one dtype, because nothing is cast. They vary over the same axes, because joining a
+    leaf that is sharded over a model axis with one that is not would make both vary over that axis.
     """
     return jnp.dtype(leaf.dtype).name, varying
 
@@ -27,16 +27,17 @@ def make_buckets(leaves: Sequence[Any], keys: Mapping[int, Hashable], bucket_byt
     """Puts leaves into buckets, from the last one to the first.
 
     The backward pass has the gradients of the last layers first, so the first bucket that is full is the first that is
-    ready: it waits for no leaf that it does not hold. (DDP does the same.)
+    ready. A bucket waits for no leaf that it does not hold. (DDP does the same.)
 
     Args:
       leaves: arrays, or anything with size and dtype.
-      keys: of each leaf that goes into a bucket, by its index in `leaves`; leaves of one key may share a bucket.
+      keys: the key of each leaf that goes into a bucket, by its index in `leaves`. Leaves of one key may share a
+        bucket.
       bucket_bytes: size up to which a bucket is filled. A larger leaf is a bucket of its own.
 
     Returns:
-      For each bucket the indices of its leaves, ascending. Buckets are ordered by their first leaf, which numbers them;
-      `order_of_use` tells which comes first.
+      For each bucket the indices of its leaves, ascending. Buckets are numbered in the order of their first leaves;
+      `order_of_use` has the order in which they are reduced.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[Hashable, tuple[list[int], int]] = {}
@@ -52,5 +53,5 @@ def make_buckets(leaves: Sequence[Any], keys: Mapping[int, Hashable], bucket_byt
 
 
 def order_of_use(buckets: Sequence[tuple[int, ...]]) -> list[int]:
-    """The numbers of the buckets, the one first whose gradients are ready first."""
+    """The numbers of the buckets, in the order in which their gradients are ready."""
     return sorted(range(len(buckets)), key=lambda number: buckets[number][0], reverse=True)

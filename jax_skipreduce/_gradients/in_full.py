@@ -14,9 +14,9 @@ from jax_skipreduce._workers.blocks import is_large
 
 
 def reduce_in_full(leaves: Sequence[jax.Array], names: tuple[Hashable, ...]) -> list[jax.Array]:
-    """`lax.pmean` of every leaf, in one call, in which all but large ones are joined.
+    """`lax.pmean` of every leaf, in one call, with all leaves joined but the large ones.
 
-    XLA makes one collective of each array, and a short one takes the time of its steps, not of its bytes.
+    XLA makes one collective of each array, and a short collective takes the time of its steps, not of its bytes.
     """
     if not leaves:
         return []

@@ -2,7 +2,7 @@
 
 Under ``shard_map(check_vma=True)`` the gradient with respect to parameters that came in as ``P()``
 is summed over the workers before anybody sees it: there is nothing left to skip. Marked as varying
-outside of the differentiated function, the same parameters have a local gradient.
+outside of the differentiated function, the same parameters have local gradients.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jax_skipreduce._workers.group import Group
 def local_params(params: Any, axis_name: AxisName) -> Any:
     """`params`, typed as differing between workers, so that gradients with respect to them are local.
 
-    The values are the same and nothing is sent. Where JAX does not track what varies
-    (``check_vma=False``, `vmap`, `pmap`), gradients are local already and this returns `params`.
+    The values stay the same, and nothing is sent. Where JAX does not track what varies
+    (``check_vma=False``, `vmap`, `pmap`), gradients are local already, and `params` come back as they are.
 
-    Call it outside of the function that is differentiated; `local_value_and_grad` does.
+    Call the function outside of the function that is differentiated. `local_value_and_grad` does so.
 
     Args:
-      params: pytree of arrays. Leaves that are none (functions, strings, such as an Equinox module has) pass as they
-        are.
+      params: pytree of arrays. Leaves that are no arrays (functions, strings, such as an Equinox module has) pass as
+        they are.
       axis_name: the data axis, or a tuple of axes.
 
     Returns:
@@ -64,15 +64,15 @@ def local_value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` whose gradient is this worker's own, not yet reduced.
 
-    `fun` computes the loss of the local batch, without collectives over `axis_name`: take
-    ``lax.pmean(loss, axis_name)`` of the value afterwards, to report it.
+    `fun` computes the loss of the local batch, without collectives over `axis_name`. To report the loss, take
+    ``lax.pmean(loss, axis_name)`` of the value afterwards.
 
     Args:
       fun: function of parameters and batch that returns a scalar (and, with `has_aux`, more).
       axis_name: the data axis, or a tuple of axes.
       argnums: positional arguments to differentiate with respect to.
       has_aux: whether `fun` returns (loss, aux).
-      allow_int: whether arguments may have integer leaves, whose gradients are float0; as in `jax.value_and_grad`.
+      allow_int: whether arguments may have integer leaves, as in `jax.value_and_grad`. Their gradients are float0.
 
     Returns:
       A function with the arguments of `fun` that returns (loss, gradient), both local, or
@@ -82,7 +82,7 @@ def local_value_and_grad(
     Raises:
       ValueError: when called, if an axis is not bound, or if the loss is reduced over the axis
         already (noticed under ``check_vma=True``).
-      TypeError: when called, if a leaf is an integer without `allow_int`; it names the leaf.
+      TypeError: when called, if a leaf is an integer without `allow_int`. The error names the leaf.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -141,7 +141,7 @@ class _Held:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether `leaf` is an array or a number that can be differentiated: what an optimizer updates."""
+    """Whether `leaf` is an array or a number, which an optimizer may update."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex)) or (
         isinstance(leaf, int) and not isinstance(leaf, bool)
     )
@@ -159,7 +159,7 @@ def _check_differentiable(tree: Any, leaves: Sequence[Any], allow_int: bool) -> 
 
 
 def check_local(grads: Any, names: Sequence[Hashable], tracked: bool) -> None:
-    """Raises ValueError, naming the leaf, if a gradient is reduced over `names` already; as far as JAX tracks that."""
+    """Raises ValueError, naming the leaf, if JAX knows that a gradient is reduced over `names` already."""
     if not tracked:
         return
     shown = repr(names[0] if len(names) == 1 else tuple(names))

@@ -11,8 +11,8 @@ import jax
 def leaf_paths(tree: Any) -> list[str]:
     """The key path of each leaf, as users write it: ``encoder/layers/0/kernel``.
 
-    Flax NNX keeps each array in a variable's attribute ``value``, and unwraps it before optax sees it;
-    the path is the same in both forms: without a last ``value`` that is the only child of its parent.
+    Flax NNX keeps each array in a variable's attribute ``value``, and unwraps the array before optax sees it.
+    The path is the same in both forms: a last ``value`` that is the only child of its parent is left out.
     """
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     parents = collections.Counter(path[:-1] for path in paths)

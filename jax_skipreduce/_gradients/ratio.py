@@ -1,4 +1,4 @@
-"""The skip ratio, a number or a schedule, of all gradients or of each, and the number of steps k that it means."""
+"""The skip ratio, a number or a schedule, for all gradients or for each one, and the number of steps k it means."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jax.core import Tracer
 from jax_skipreduce._gradients.paths import leaf_paths
 from jax_skipreduce._workers.axes import outside_of_the_trace
 
-# Of one gradient: a number, or a schedule (count) -> number.
+# The ratio of one gradient: a number, or a schedule (count) -> number.
 SkipRatio: TypeAlias = float | jax.Array | Callable[[Any], Any]
-# Of a tree of gradients: one for all, a pytree of them, or a function (path, leaf) -> one.
+# The ratios of a tree of gradients: one ratio for all, a pytree of ratios, or a function (path, leaf) -> ratio.
 SkipRatios: TypeAlias = Any
 
 _EXPECTED = (
@@ -29,7 +29,7 @@ _PROBED_COUNTS = (0, 1, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
 
 
 def check_ratio(ratio: Any, where: str = "") -> None:
-    """Raises TypeError or ValueError if `ratio` is no number in [0, 1). A traced one cannot be judged."""
+    """Raises TypeError or ValueError if `ratio` is no number in [0, 1). A traced ratio cannot be checked."""
     if isinstance(ratio, Tracer):
         return
     try:
@@ -80,7 +80,7 @@ def ratios_of_leaves(ratios: SkipRatios, tree: Any) -> list[SkipRatio]:
 
 
 def is_of_each(ratios: SkipRatios) -> bool:
-    """Whether `ratios` says something of each leaf: a pytree, or a function of (path, leaf) and not of the counter."""
+    """Whether `ratios` has a ratio per leaf: a pytree, or a function of (path, leaf) and not of the counter."""
     if not callable(ratios):
         return not jax.tree_util.treedef_is_leaf(jax.tree.structure(ratios))
     try:
@@ -101,7 +101,7 @@ def _takes(signature: inspect.Signature, num_arguments: int) -> bool:
 def num_steps_of(ratio: Any, num_workers: int) -> int | jax.Array:
     """The number of steps k of N-1 that a ratio means: round(ratio * N), half to even, at most N-1.
 
-    In float32 whether it is known or traced, so that both round alike. A traced one is clamped.
+    Known and traced ratios are both rounded in float32, so that both round alike. A traced k is clamped.
     """
     if isinstance(ratio, Tracer):
         if ratio.shape != ():
@@ -116,7 +116,7 @@ def ratio_at(ratio: SkipRatio, count: Any) -> Any:
 
     Raises:
       ValueError, TypeError: a schedule gives something else than a number in [0, 1), now or at one
-        of the steps that are looked at.
+        of the steps that are probed.
     """
     if not callable(ratio):
         return ratio
@@ -129,7 +129,7 @@ def ratio_at(ratio: SkipRatio, count: Any) -> Any:
 def _look_ahead(schedule: Callable[[Any], Any]) -> None:
     """Checks what `schedule` gives at some steps, although the counter is traced here.
 
-    It is a function of the counter alone, so it can be called with numbers.
+    A schedule is a function of the counter alone, so it can be called with numbers.
     """
 
     def look() -> None:

@@ -67,7 +67,7 @@ def by_path(pattern: str | re.Pattern[str]) -> ByPath:
 
 
 def protected_leaves(tree: Any, protect: Protect) -> list[bool]:
-    """For each leaf of `tree`, in order: does `protect` name it?
+    """Whether `protect` names each leaf of `tree`, in order.
 
     Raises:
       ValueError: a mask whose structure is neither that of `tree` nor a prefix of it.
@@ -109,10 +109,9 @@ def protected_leaves(tree: Any, protect: Protect) -> list[bool]:
 def treatments(tree: Any, is_protected: Sequence[bool], min_size: int) -> list[Treatment]:
     """What happens to each leaf of `tree`, in order.
 
-    ``"compressed"`` leaves go through the compressor, which skips. All others are reduced in full: those
-    that are protected, those under `min_size` elements, and integer and bool leaves. Leaves
-    without elements (``"empty"``: zero size, or the float0 of a gradient with respect to integers)
-    are left alone.
+    ``"compressed"`` leaves go through the compressor. Protected leaves, leaves under `min_size` elements, and
+    integer and bool leaves are reduced in full. Leaves without elements (``"empty"``: zero size, or the float0 of
+    a gradient with respect to integers) are left alone.
 
     Raises:
       TypeError: a leaf is no array, or has a dtype that cannot be reduced.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 def step_keys(seed: int, count: jax.Array, num_buckets: int) -> jax.Array:
     """One PRNG key per bucket, from the seed and the step counter alone.
 
-    No worker has to ask another one (section 4.3): all hold the same counter.
+    No worker has to ask another worker (section 4.3): all workers hold the same counter.
 
     Args:
       seed: the run's seed.
@@ -19,9 +19,9 @@ def step_keys(seed: int, count: jax.Array, num_buckets: int) -> jax.Array:
     Returns:
       Keys of shape (B,).
     """
-    # Threefry whatever jax_default_prng_impl says: the same shifts on every platform.
+    # Always Threefry, whatever jax_default_prng_impl says: the shifts are the same on every platform.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), count)
-    # Folded again per bucket, so that buckets skip different workers in the same step.
+    # The key is folded again per bucket, so that buckets skip different workers in the same step.
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(num_buckets, dtype=jnp.uint32))
 
 

@@ -28,7 +28,7 @@ def broadcast_specs(param_specs: Any, tree: Any) -> Any:
 
 
 def specs_of_types(tree: Any, num_leading: int = 0) -> Any:
-    """How the leaves of `tree` are sharded over Explicit axes, which their types say; of Auto axes they say nothing.
+    """How the leaves of `tree` are sharded over Explicit axes, by their types. Types say nothing about Auto axes.
 
     The first `num_leading` dimensions are left out.
     """

@@ -11,7 +11,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], num_left: i
     Args:
       header: names of the columns.
       rows: cells, as many per row as `header` has. At least one row.
-      num_left: how many columns, from the first on, are set to the left; the others are set to the right.
+      num_left: the number of columns, from the first on, that are set to the left. Other columns are set to the right.
 
     Returns:
       Lines without trailing spaces, joined by newlines.

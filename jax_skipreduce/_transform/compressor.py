@@ -1,6 +1,6 @@
-"""A compressor: what is sent of a bucket of gradients, and what a worker keeps for later. One file each.
+"""Compressor: what is sent of a bucket of gradients, and what a worker keeps for later. One file each.
 
-A compressor knows how to reduce one bucket. All else it gets from `transformation`: which leaves it sees (`protect`,
+A compressor knows how to reduce one bucket. `transformation` provides everything else: the choice of leaves (`protect`,
 `min_size`), buckets, pjit programs, state per worker, checkpoints, the comparison of configurations, `describe`,
 `metrics`.
 """
@@ -23,7 +23,8 @@ class LeafPlan:
 
     Attributes:
       bucket_key: leaves of one key may share a bucket; hashable, known when the step is traced.
-      value: whatever the compressor needs to know of it; may be traced. It is the same for all leaves of a key.
+      value: whatever the compressor needs to know about the leaf. It may be traced, and is the same for all leaves of a
+        key.
     """
 
     bucket_key: Any = None
@@ -32,10 +33,10 @@ class LeafPlan:
 
 @dataclasses.dataclass(frozen=True)
 class LeafForecast:
-    """What a worker sends of one leaf in one step, where it is compressed.
+    """What a worker sends of one compressed leaf in one step.
 
     Attributes:
-      sent_as: name of what travels, such as a dtype.
+      sent_as: the name of the format that travels, such as a dtype.
       wire_bytes: bytes that a worker sends.
       num_left_out: elements that a worker leaves out, averaged over the workers.
       num_skipped: reduce-scatter steps left out.
@@ -52,10 +53,10 @@ class StepForecast:
     """What a compressor does with a tree in one step.
 
     Attributes:
-      leaves: one per leaf, as if all were compressed.
-      skip_ratio: share of the reduction that was asked to be left out; None if leaves have ratios of their own.
+      leaves: one forecast per leaf, as if all leaves were compressed.
+      skip_ratio: the share of the reduction that the user asked to leave out; None if leaves have ratios of their own.
       num_skipped: reduce-scatter steps left out; the most of any leaf.
-      has_schedule: whether another step may be another one.
+      has_schedule: whether the forecast may differ in another step.
     """
 
     leaves: tuple[LeafForecast, ...]
@@ -70,8 +71,8 @@ class Compressor(abc.ABC):
     Subclasses are frozen dataclasses. Their fields are compared between processes.
 
     Attributes:
-      name: for messages and tables.
-      treatment: what `describe` says of a leaf that is compressed.
+      name: the name in messages and tables.
+      treatment: the word of `describe` for a compressed leaf.
     """
 
     name: ClassVar[str]
@@ -83,10 +84,10 @@ class Compressor(abc.ABC):
         return type(self).init is not Compressor.init
 
     def init(self, leaf: jax.ShapeDtypeStruct, num_workers: int) -> Any:
-        """What one worker keeps of one leaf: a pytree of arrays, the same on all workers at first. None for nothing.
+        """What one worker keeps of one leaf: a pytree of arrays, the same on all workers at first. None: nothing.
 
         Args:
-          leaf: shape and dtype of what one worker holds of it (of a shard, where the parameter is sharded).
+          leaf: shape and dtype of the part that one worker holds (of a shard, if the parameter is sharded).
           num_workers: N.
         """
         del leaf, num_workers
@@ -95,7 +96,7 @@ class Compressor(abc.ABC):
         """States of one leaf for another number of workers: leaves of shape (N, ..) -> (`num_workers`, ..).
 
         Raises:
-          ValueError: there is no rule for it.
+          ValueError: the compressor has no rule.
         """
         del states
         raise ValueError(
@@ -104,12 +105,12 @@ class Compressor(abc.ABC):
         )
 
     def plan_leaves(self, tree: Any, num_workers: int, count: Any) -> list[LeafPlan]:
-        """What happens to each leaf of `tree` in step `count`, in order. `count` may be traced."""
+        """The plan for each leaf of `tree` in step `count`, in order. `count` may be traced."""
         del num_workers, count
         return [LeafPlan()] * len(jax.tree.leaves(tree))
 
     def plan_buckets(self, values: Sequence[Any], group: Group, count: Any) -> list[Any]:
-        """What `reduce` needs to know of each bucket, from the values of their leaves: what is drawn, in one go."""
+        """What `reduce` needs to know about each bucket, from the values of its leaves. Shifts are drawn here."""
         del group, count
         return list(values)
 
@@ -120,8 +121,8 @@ class Compressor(abc.ABC):
         """The means of a bucket over the workers, and what each worker keeps of it.
 
         Args:
-          bucket: arrays of one dtype, none of them empty: what this worker contributes.
-          states: what this worker keeps of each, as `init` made it.
+          bucket: what this worker contributes: arrays of one dtype, none of them empty.
+          states: what this worker keeps of each array, as `init` made it.
           plan: the bucket's entry of `plan_buckets`.
           group: the workers.
 
@@ -137,16 +138,16 @@ class Compressor(abc.ABC):
         Args:
           tree: shapes of what one worker holds.
           num_workers: N.
-          num_parts: M, workers on the fast axes: each has 1/M of a leaf to send.
+          num_parts: M, workers on the fast axes. Each of them has 1/M of a leaf to send.
           count: the step.
         """
 
     def headline(self, forecast: StepForecast, num_workers: int, when: str) -> str:
-        """The summary of a step in a few words; `when` names the step if there is a schedule, and is empty if not."""
+        """The summary of a step in a few words. `when` names the step if there is a schedule, and is else empty."""
         del forecast, num_workers
         return self.name + when
 
     def fingerprint(self, tree: Any) -> tuple[dict[str, str], list[str]]:
-        """What all processes have to agree on: of all leaves by name, and of each leaf of `tree`."""
+        """What all processes have to agree on: settings by name, and a text for each leaf of `tree`."""
         fields = {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
         return {"compressor": self.name} | fields, [""] * len(jax.tree.leaves(tree))

@@ -1,7 +1,7 @@
-"""Whether all processes of a run have the same settings and tree: compared once, when the first step is traced.
+"""Compares settings and tree of all processes of a run, once, when the first step is traced.
 
-Processes with another seed would add slices of other workers, and give wrong means without a word; with another
-ratio or tree they would wait for each other for ever.
+Processes with different seeds would add slices of other workers, and give wrong means without a word. Processes with
+different ratios or trees would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _is_published = False
 def check_configuration(settings: Settings, grads: Any) -> None:
     """Compares `settings` and the tree of `grads` with those of the other processes, in the first call of the process.
 
-    Only for a mesh of all devices: on a smaller one, processes may well train something else each. Each process writes
-    what it has into the key-value store of `jax.distributed`, and looks at what others have written. Nobody waits:
-    the last to come sees all others, so that one raises at least, and its end ends the others. Digests are compared;
-    texts are read by a process that finds a difference.
+    The comparison is made only for a mesh of all devices: on smaller meshes, processes may well train different things.
+    Each process writes its fingerprint into the key-value store of `jax.distributed`, and reads the fingerprints that
+    are there. No process waits. The last one sees all others, so at least one process raises an error, and its end ends
+    the other processes. Digests are compared; a process that finds a difference reads the texts.
 
     Args:
-      settings: of the transformation.
+      settings: the settings of the transformation.
       grads: the gradients; stacked if `settings.mesh` is given.
 
     Raises:
@@ -51,7 +51,7 @@ def check_configuration(settings: Settings, grads: Any) -> None:
     text = json.dumps(own)
     digest = hashlib.sha256(text.encode()).hexdigest()
     client = _store()
-    # A process that was started again has written already.
+    # A process that was started again finds its own old entry.
     client.key_value_set(f"{_PREFIX}text/{rank}", text, allow_overwrite=True)
     client.key_value_set(f"{_PREFIX}digest/{rank}", digest, allow_overwrite=True)
     for key, other in client.key_value_dir_get(f"{_PREFIX}digest/"):
@@ -79,7 +79,7 @@ def _is_of_all_processes(settings: Settings) -> bool:
 
 
 def _store() -> Any:
-    """The key-value store that the processes share. JAX has no public name for it, nor for anything without a wait."""
+    """The key-value store of the processes. JAX has no public name for it, and no public call that never waits."""
     from jax._src import distributed
 
     return distributed.global_state.client
@@ -93,7 +93,7 @@ def fingerprint(settings: Settings, grads: Any) -> dict[str, str]:
         described[name] = str(getattr(settings, name))
     of_all, of_leaves = settings.compressor.fingerprint(grads)
     described |= of_all
-    # What is given as a function counts by what it says.
+    # A function counts by what it returns.
     treated = treatments(grads, protected_leaves(grads, settings.protect), settings.min_size)
     for path, leaf, treatment, said in zip(leaf_paths(grads), jax.tree.leaves(grads), treated, of_leaves, strict=True):
         told = settings.compressor.treatment if treatment == "compressed" else treatment
@@ -103,7 +103,7 @@ def fingerprint(settings: Settings, grads: Any) -> dict[str, str]:
 
 
 def first_difference(own: dict[str, str], other: dict[str, str]) -> str | None:
-    """In words, or None."""
+    """The first difference in words, or None."""
     for name in {**own, **other}:
         here, there = own.get(name, "none"), other.get(name, "none")
         if here != there:

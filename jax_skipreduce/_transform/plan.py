@@ -23,7 +23,7 @@ class StepPlan:
 
     Attributes:
       treatments: what happens to each leaf, in order.
-      protects_nothing: whether `protect` was given, and names no leaf.
+      protects_nothing: whether `protect` was given but names no leaf.
       leaf_plans: what the compressor does with each leaf.
       buckets: indices of the leaves in each bucket.
     """
@@ -34,7 +34,7 @@ class StepPlan:
     buckets: list[tuple[int, ...]]
 
     def bucket_values(self) -> list[Any]:
-        """What the compressor knows of the leaves of each bucket."""
+        """What the compressor knows about the leaves of each bucket."""
         return [self.leaf_plans[bucket[0]].value for bucket in self.buckets]
 
 
@@ -44,7 +44,7 @@ def plan_step(
     """The plan for a tree of gradients.
 
     Args:
-      settings: of the transformation.
+      settings: the settings of the transformation.
       tree: what one worker holds, arrays or their shapes.
       varying: for each leaf the axes that it varies over.
       num_workers: N.

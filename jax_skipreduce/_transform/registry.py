@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-# name -> a class whose instances hold `settings`, made of (axis_name, **settings).
+# From a name to the class of the method. Instances are made with (axis_name, **settings), and hold `settings`.
 METHODS: dict[str, Callable[..., Any]] = {}
 
 
 def register(cls: Any) -> Any:
-    """Registers a method under its compressor's name; a decorator of its class.
+    """Class decorator: registers a method under the name of its compressor.
 
     Raises:
       ValueError: the name is taken.

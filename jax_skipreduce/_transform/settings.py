@@ -14,16 +14,16 @@ from jax_skipreduce._workers.ranges import check_int
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Which gradients are reduced how, over which axes, in what program. The names are those of `skipreduce`.
+    """Which gradients are reduced how, over which axes, in what program. The names are the arguments of `skipreduce`.
 
     Attributes:
-      axis_name: the data axis, or several.
+      axis_name: the data axis, or a tuple of axes.
       compressor: what is sent of a bucket.
       protect: leaves that are reduced in full.
       min_size: leaves with fewer elements are reduced in full.
       bucket_bytes: size up to which leaves share a bucket.
-      fast_axes: axes that are reduced in full before and gathered after; a tuple after construction.
-      mesh: of a pjit program.
+      fast_axes: axes over which gradients are reduced in full before, and gathered after. A tuple after construction.
+      mesh: the mesh of a pjit program.
       param_specs: how parameters are sharded over other axes.
     """
 
@@ -53,7 +53,7 @@ class Settings:
 
     @property
     def all_axes(self) -> tuple[Any, ...]:
-        """The axes that data is parallel over: those that are compressed over, then the fast ones."""
+        """The axes that data is parallel over: first the axes of the compressor, then the fast axes."""
         return (*axis_names(self.axis_name), *self.fast_axes)
 
     @property

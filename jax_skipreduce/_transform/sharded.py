@@ -1,8 +1,8 @@
 """Parameters that are sharded over other axes: each shard is reduced by itself.
 
 Flattening a gradient gathers it over every axis that it is sharded over, unless that axis is manual.
-So the reduction runs in a shard_map that makes the remaining axes manual: a nested one inside of the
-user's, or, in pjit programs, one over the whole mesh, to which gradients come stacked by worker.
+So the reduction runs in a shard_map that makes the remaining axes manual: nested in the shard_map of the
+user, or, in pjit programs, over the whole mesh, with gradients stacked by worker.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _row_specs(specs: Any, per_worker: Any, names: tuple[Any, ...], others: list
 
 
 def _warn_of_auto_axes(settings: Settings) -> None:
-    """Says once per place that Auto axes, of which types say nothing, may cost all-gathers."""
+    """Warns, once per place, that Auto axes may cost all-gathers: types do not say how they shard parameters."""
     if settings.param_specs is not None:
         return
     mesh = settings.mesh
@@ -145,7 +145,7 @@ def _check_rows(grads: Any, params: Any, names: tuple[Any, ...], num_workers: in
 
 
 def _is_float0(leaf: Any) -> bool:
-    """Whether `leaf` is the gradient of integers, which holds nothing and cannot go through a shard_map."""
+    """Whether `leaf` is a gradient of integers. Such a gradient is empty and cannot go through a shard_map."""
     return leaf.dtype == jax.dtypes.float0
 
 
@@ -161,7 +161,7 @@ def _with_float0(grads: Any, reduced: Any, num_leading: int) -> Any:
 
 
 def _without_entries(grads: Any, per_worker: Any) -> Any:
-    """What workers keep, without the entries of float0 gradients, which keep nothing."""
+    """The state of workers without the entries of float0 gradients, which have no state."""
     leaves = jax.tree.leaves(grads)
     if not isinstance(per_worker, (tuple, list)) or len(per_worker) != len(leaves):
         return per_worker

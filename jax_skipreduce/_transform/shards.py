@@ -1,4 +1,4 @@
-"""What one worker holds of each parameter: its shapes, before a run and in it."""
+"""The shapes of what one worker holds of each parameter, before a run and during it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Shard:
     """What one worker holds of a parameter.
 
     Attributes:
-      leaf: its shape and dtype.
-      axes: axes, other than the data axis, over which what is held differs.
-      num_parts: workers along `axes`: in so many parts the parameter is cut.
+      leaf: shape and dtype of the shard.
+      axes: axes, other than the data axis, over which shards differ.
+      num_parts: workers along `axes`, which is the number of parts that the parameter is cut in.
       num_workers: N.
     """
 
@@ -42,10 +42,10 @@ def shards_of(settings: Settings, params: Any, group: Group | None, num_workers:
     """The shards of `params`, in order.
 
     Args:
-      settings: whose mesh and `param_specs` say how parameters are sharded.
+      settings: settings with the mesh and `param_specs`, which say how parameters are sharded.
       params: the parameters, or their shapes.
-      group: the workers, where their axis is bound: then parameters are shards already.
-      num_workers: N, where it is known; else that of the mesh.
+      group: the workers, if their axis is bound. Then parameters are shards already.
+      num_workers: N, if it is known; else the mesh has it.
 
     Raises:
       ValueError: N is not known.

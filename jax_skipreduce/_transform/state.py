@@ -21,10 +21,10 @@ class SkipReduceState(NamedTuple):
     """State of `skipreduce`, and of every other transformation of this package.
 
     Attributes:
-      num_reductions: int32 scalar, steps made; the same on all workers. It stays at the largest int32.
+      num_reductions: int32 scalar, steps made; the same on all workers. The counter stops at the largest int32.
       per_worker: what workers keep for themselves: ``()`` if they keep nothing, as in `skipreduce`. Else a tuple with
-        an entry per gradient, None for those that are reduced in full, whose leaves have a row per worker, shape
-        (N, ..). `state_specs` says how they are sharded.
+        an entry per gradient: None if the gradient is reduced in full, else a pytree of arrays with a row per worker,
+        shape (N, ..). `state_specs` says how the rows are sharded.
     """
 
     num_reductions: Any
@@ -32,7 +32,7 @@ class SkipReduceState(NamedTuple):
 
     @property
     def count(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The name of `num_reductions` before version 0.2, which clashed with that of optax's counters."""
+        """The name of `num_reductions` before version 0.2. It clashed with the name of optax's counters."""
         raise AttributeError("SkipReduceState.count is called num_reductions since version 0.2")
 
 
@@ -40,15 +40,15 @@ def state_specs(opt_state: Any, axis_name: AxisName) -> Any:
     """How the state of an optimizer is sharded: for ``in_specs`` and ``out_specs`` of `jax.shard_map`.
 
     What workers keep for themselves (`SkipReduceState.per_worker`) has a row per worker, ``P(axis_name)``. All else is
-    the same on all workers, ``P()``. The state of `skipreduce` is a counter alone, so ``P()`` serves for it as well.
+    the same on all workers, ``P()``. The state of `skipreduce` is only a counter, so ``P()`` serves for it as well.
 
-    Under `jax.vmap` the same leaves are mapped:
-    ``jax.tree.map(lambda spec: 0 if spec else None, specs, is_leaf=lambda x: isinstance(x, P))`` are its ``in_axes``.
+    Under `jax.vmap` the same leaves are mapped. The ``in_axes`` are
+    ``jax.tree.map(lambda spec: 0 if spec else None, specs, is_leaf=lambda x: isinstance(x, P))``.
 
     Args:
-      opt_state: of an optimizer, or its shapes (`jax.eval_shape`).
-      axis_name: the data axis, or a tuple of axes, in the order of the mesh; with the axes that parameters are sharded
-        over, if they are manual.
+      opt_state: the state of an optimizer, or its shapes (`jax.eval_shape`).
+      axis_name: the data axis, or a tuple of axes, in the order of the mesh. Manual axes that parameters are sharded
+        over belong to the tuple.
 
     Returns:
       A pytree of `jax.sharding.PartitionSpec` with the structure of `opt_state`.
@@ -82,7 +82,7 @@ def states_in(opt_state: Any) -> list[SkipReduceState]:
 def init_state(settings: Settings, params: Any) -> SkipReduceState:
     """The state before the first step.
 
-    Where the axis is bound (in shard_map and vmap) it holds the rows of this worker. Elsewhere it holds those of all.
+    Where the axis is bound (in shard_map and vmap) the state holds the row of this worker, elsewhere the rows of all.
     """
     counter = jnp.zeros([], jnp.int32)
     if not settings.compressor.keeps_state:
@@ -115,10 +115,10 @@ def row_spec(settings: Settings, shard: Shard) -> PartitionSpec:
 
 
 def take_row(settings: Settings, group: Group, grads: Any, treated: Sequence[Treatment], per_worker: Any) -> list[Any]:
-    """What this worker keeps of each gradient, checked against what the compressor would make.
+    """What this worker keeps of each gradient, checked against the state that the compressor would make.
 
     Raises:
-      ValueError: the state is of another number of workers, or of other gradients.
+      ValueError: the state belongs to another number of workers, or to other gradients.
     """
     leaves, paths = jax.tree.leaves(grads), leaf_paths(grads)
     if not settings.compressor.keeps_state:
@@ -159,7 +159,7 @@ def take_row(settings: Settings, group: Group, grads: Any, treated: Sequence[Tre
 
 
 def put_row(group: Group, rows: list[Any], before: Any) -> Any:
-    """`SkipReduceState.per_worker` with what this worker keeps now."""
+    """`SkipReduceState.per_worker` with the new rows of this worker."""
     if all(row is None for row in rows):
         return ()
 
@@ -175,12 +175,12 @@ def put_row(group: Group, rows: list[Any], before: Any) -> Any:
 
 
 def resize_state(settings: Settings, opt_state: Any, params: Any, num_workers: int) -> Any:
-    """`opt_state`, of a run of another number of workers, for `num_workers` of them.
+    """`opt_state` from a run with another number of workers, changed for `num_workers` workers.
 
-    What each worker keeps is handed to the workers that there are, as the compressor says (`Compressor.resize`).
+    What each old worker kept is handed to the new workers, as the compressor says (`Compressor.resize`).
 
     Raises:
-      ValueError: the compressor has no rule, or the state is not of these parameters.
+      ValueError: the compressor has no rule, or the state belongs to other parameters.
     """
     shards = shards_of(settings, params, None, num_workers)
 
@@ -201,7 +201,7 @@ def resize_state(settings: Settings, opt_state: Any, params: Any, num_workers: i
 
 
 def _bound_group(settings: Settings) -> Group | None:
-    """The workers, where their axis is bound; else None."""
+    """The workers, if their axis is bound; else None."""
     if settings.mesh is not None:
         return None
     try:

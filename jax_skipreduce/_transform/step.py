@@ -27,9 +27,9 @@ def reduce_gradients(
     """The gradients of this worker -> their mean over the workers, as `settings` say for step `count`.
 
     Args:
-      settings: of the transformation.
+      settings: the settings of the transformation.
       group: the workers along `settings.axis_name`.
-      grads: the gradients, each of shape and dtype of what this worker holds of a parameter.
+      grads: the gradients, each with the shape and dtype of what this worker holds of the parameter.
       count: the step counter.
       per_worker: `SkipReduceState.per_worker` as this worker holds it.
 
@@ -49,7 +49,7 @@ def reduce_gradients(
         )
     states = take_row(settings, group, grads, plan.treatments, per_worker)
     fast = bound_axes(settings.fast_axes) if settings.fast_axes else ()
-    # Without elements there is nothing to send, but the result has to be typed as the same on all workers.
+    # An empty leaf sends nothing, but its result has to be typed as the same on all workers.
     reduced = [
         leaf if leaf.size or leaf.dtype == jax.dtypes.float0 else jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves
     ]
@@ -66,7 +66,7 @@ def reduce_gradients(
         for index, mean, state in zip(bucket, means, kept, strict=True):
             reduced[index], states[index] = mean, state
 
-    # Last: one call for all of them has to wait for all of them.
+    # The leaves that are reduced in full come last: their one call has to wait for all of them.
     in_full = indices_of(plan.treatments, "protected", "integer", "small")
     for index, mean in zip(in_full, reduce_in_full([leaves[i] for i in in_full], everybody), strict=True):
         reduced[index] = mean

@@ -1,4 +1,4 @@
-"""The optax transformation that runs a compressor: what every public one of this package is made of."""
+"""The optax transformation that runs a compressor. Every public reduction of this package is made of it."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Group:
         return [name for name in self.names if name not in axes.varying_axes(x)] if self.tracked else []
 
     def permute(self, x: jax.Array, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-        """The `x` of the worker that `pairs` (source, target) has as the source of this one; zeros without such a pair."""
+        """The `x` of the worker whose pair (source, target) has this worker as target; zeros without such a pair."""
         return lax.ppermute(x, self.names, pairs)
 
     def gather(self, x: jax.Array) -> jax.Array:
