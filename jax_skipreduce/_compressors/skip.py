@@ -34,13 +34,13 @@ from jax_skipreduce._workers.wire import AS_THEY_ARE, Wire
 
 TransformMode = Literal["random", "static", "dropout"]
 
-# Steps at which processes compare their schedules.
+# The steps for which processes compare their schedules.
 _COMPARED_STEPS = (0, *(2**power for power in range(21)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Skip(Compressor):
-    """Leaves out k of the N-1 reduce-scatter steps. The fields are those of `skipreduce`."""
+    """Leaves out k of the N-1 reduce-scatter steps. The fields are arguments of `skipreduce`."""
 
     name: ClassVar[str] = "skipreduce"
     treatment: ClassVar[str] = "skipped"
@@ -59,12 +59,12 @@ class Skip(Compressor):
             raise ValueError(f"mode={self.mode!r}: expected 'random', 'static' or 'dropout'")
         check_normalize(self.normalize, allow_none=False)
         check_backend(self.backend)
-        # A seed is 32 bits, and a larger one would be another one's double.
+        # A seed has 32 bits, so a larger seed would give the shifts of a smaller one.
         check_int("seed", self.seed, 0, 2**32 - 1)
 
     @property
     def _is_dropout(self) -> bool:
-        """Whether single elements are left out, and no step is."""
+        """Whether single elements are left out instead of steps."""
         return self.mode == "dropout"
 
     def plan_leaves(self, tree: Any, num_workers: int, count: Any) -> list[LeafPlan]:
@@ -98,7 +98,7 @@ class Skip(Compressor):
                 wire=self.wire,
                 topology=self.topology,
                 backend=self.backend,
-                in_place=True,  # gradients: what comes next takes their mean
+                in_place=True,  # nobody needs the local gradients after the reduction
             )
             for number, k in enumerate(steps)
         ]
@@ -118,11 +118,11 @@ class Skip(Compressor):
     def reduce(
         self, bucket: Sequence[jax.Array], states: Sequence[Any], plan: Any, group: Group
     ) -> tuple[Sequence[jax.Array], Sequence[Any]]:
-        """The ring with skipping, or what else `topology` says."""
+        """The all-reduce of `topology` with skipping."""
         return reduce_arrays(bucket, group, plan), states
 
     def forecast(self, tree: Any, num_workers: int, num_parts: int, count: int) -> StepForecast:
-        """Bytes and steps by the schedule of the topology."""
+        """Bytes and steps, counted from the schedule of the topology."""
         plans = self.plan_leaves(tree, num_workers, jnp.int32(count))
         leaves = tuple(
             self._forecast_leaf(leaf, int(plan.value), num_workers, num_parts)
@@ -130,7 +130,7 @@ class Skip(Compressor):
         )
         by_leaf = is_of_each(self.skip_ratio)
         ratios = ratios_of_leaves(self.skip_ratio, tree) if by_leaf else [self.skip_ratio]
-        # Without leaves, a ratio for all is still one.
+        # A ratio for all is known even if there are no leaves.
         of_all = None if by_leaf else float(ratio_at(self.skip_ratio, jnp.int32(count)))
         return StepForecast(
             leaves,
@@ -152,14 +152,14 @@ class Skip(Compressor):
         return LeafForecast(str(self.wire.sent_as(leaf.dtype)), num_bytes, left_out, on_the_wire)
 
     def headline(self, forecast: StepForecast, num_workers: int, when: str) -> str:
-        """Ratio and steps."""
+        """The ratio, and the number of steps that it skips."""
         ratio = "by leaf" if forecast.skip_ratio is None else f"{forecast.skip_ratio:g}"
         least = min((leaf.num_skipped for leaf in forecast.leaves), default=forecast.num_skipped)
         steps = f"{least} to {forecast.num_skipped}" if least != forecast.num_skipped else f"{forecast.num_skipped}"
         return f"skip_ratio {ratio}{when}: {steps} of {num_workers - 1} reduce-scatter steps skipped"
 
     def fingerprint(self, tree: Any) -> tuple[dict[str, str], list[str]]:
-        """Fields, and the ratio of each leaf; a function counts by what it says."""
+        """The fields, and the ratio of each leaf. A function counts by what it returns."""
         of_all = {
             "mode": self.mode,
             "normalize": self.normalize,

@@ -24,10 +24,11 @@ from jax_skipreduce._workers.wire import Wire
 @register
 @dataclasses.dataclass(frozen=True)
 class SkipReduce(Method):
-    """The settings of `skipreduce` as an object, which knows them after the transformation is in a chain.
+    """The settings of `skipreduce` as an object, which keeps them when the transformation is in a chain.
 
-    It takes the arguments of `skipreduce`. ``SkipReduce(..).transform()`` is ``skipreduce(..)``. `describe` and
-    `metrics` tell what it does before a run and during one.
+    `SkipReduce` takes the arguments of `skipreduce`. ``SkipReduce(..).transform()`` is ``skipreduce(..)``. The method
+    `describe` tells what the transformation will do before a run, the method `metrics` what it does during one.
+    `resize_state` changes the state of a checkpoint for another number of workers.
 
     Raises:
       ValueError, TypeError: an argument is out of range.
@@ -66,7 +67,7 @@ class SkipReduce(Method):
 
     @property
     def settings(self) -> Settings:
-        """The settings that all transformations have, with skipping for the compressor."""
+        """The settings that all transformations have, with skipping as the compressor."""
         skip = Skip(self.skip_ratio, self.mode, self.normalize, self.seed, Wire.of(self.wire_dtype), self.backend)
         return Settings(
             axis_name=self.axis_name,
@@ -99,20 +100,19 @@ def skipreduce(
 ) -> optax.GradientTransformation:
     """Averages gradients over the workers of `axis_name`, leaving out part of the reduce-scatter.
 
-    Takes the place of ``lax.pmean(grads, axis_name)``; put it first in the chain:
-    ``optax.chain(sr.skipreduce("data", 0.5), optax.adam(1e-3))``. What goes in are local gradients
-    (`local_value_and_grad`), what comes out is the same on all workers, bit for bit.
+    The transformation takes the place of ``lax.pmean(grads, axis_name)``. Put it first in the chain:
+    ``optax.chain(sr.skipreduce("data", 0.5), optax.adam(1e-3))``. It takes local gradients
+    (`local_value_and_grad`), and gives means that are the same on all workers, bit for bit.
 
     Leaves are padded, cut in N slices each and joined in buckets. In every step, each worker's
-    gradient is left out of k of the N slices of each leaf, where k = round(skip_ratio * N); which
-    ones is drawn anew for each step and bucket. Bytes on the wire per worker for a leaf of n
-    elements: (2(N-1) - k) * ceil(n/N) * itemsize, against 2(N-1) * ceil(n/N) * itemsize; `describe`
-    has the table. itemsize is that of `wire_dtype` if it is narrower.
+    gradient is left out of k of the N slices of each leaf, where k = round(skip_ratio * N). The
+    position of these k slices is drawn anew for each step and bucket. Bytes on the wire per worker for
+    a leaf of n elements: (2(N-1) - k) * ceil(n/N) * itemsize, against 2(N-1) * ceil(n/N) * itemsize;
+    `describe` has the table. itemsize is that of `wire_dtype` if it is narrower.
 
-    Reduced in full, as `lax.pmean` does it and in one call, are leaves that `protect` names, leaves
-    under `min_size` elements, and integer and bool leaves (which come as floats, as from
-    `lax.pmean`). Empty leaves and the float0 gradients of integers pass as they are, and so does
-    None.
+    Leaves that `protect` names, leaves under `min_size` elements, and integer and bool leaves are
+    reduced in full, as by `lax.pmean` and in one call. (Integers and bools come as floats, as from
+    `lax.pmean`.) Empty leaves, the float0 gradients of integers, and None pass as they are.
 
     **In jax.shard_map** (also `pmap`, and `vmap` as a simulation of workers on one device) call
     ``update`` inside, with the axis bound. **In pjit programs** give `mesh`: gradients then come
@@ -124,17 +124,17 @@ def skipreduce(
     To freeze parameters, leave them out of what is differentiated, or give zeros for their gradients before the chain:
     docs/sharp-bits.md has the recipe that sends nothing for them.
 
-    `SkipReduce` holds the same settings as an object that also describes them, whatever chain the transformation is in.
+    `SkipReduce` holds the same settings as an object, which describes what the transformation does in any chain.
 
     Args:
       axis_name: the data-parallel mesh axis, or a tuple of them in any order.
       skip_ratio: share of the gradient that each worker leaves out: a number in [0, 1), which gives
         a static k, or an optax schedule of the step counter, which gives a traced k without
-        recompilation (what it gives is checked at some steps when the step is traced, and clamped at
+        recompilation (the ratio is checked at some steps when the step is traced, and clamped at
         all others). k is rounded half to even: half of 3 workers are 2, a quarter of 2 are none. For
-        ratios by layer: a pytree of such numbers and schedules (or a prefix), or a function of (path, leaf)
-        that gives one. Each distinct k or schedule gets buckets of its own.
-      mode: ``"random"`` moves the skipped slices every step. ``"static"`` does not: it biases
+        ratios by layer, give a pytree of numbers and schedules (or a prefix), or a function of (path, leaf)
+        that returns a number or a schedule. Each distinct k or schedule gets buckets of its own.
+      mode: ``"random"`` moves the skipped slices every step. ``"static"`` does not move them, which biases
         training as soon as workers see different data. ``"dropout"`` (Algorithm 1, at random shifts)
         skips single elements with probability k/N, except for the first worker of each slice, and
         saves nothing on the wire: a yardstick.
@@ -145,22 +145,22 @@ def skipreduce(
         leaf) such as `by_path`.
       min_size: leaves with fewer elements are reduced in full.
       bucket_bytes: size up to which leaves are joined into one collective.
-      seed: from which, with the counter, the shifts are drawn, 0..2**32-1. The same on all workers.
-      wire_dtype: floats that are wider are rounded to it for the wire, and added up as they are: float32
-        gradients with ``"bfloat16"`` send half the bytes, and come out as float32 values that bfloat16
-        can hold. None sends them as they are. What is reduced in full is not rounded.
+      seed: 0..2**32-1, the same on all workers. Shifts are drawn from the seed and the step counter.
+      wire_dtype: wider floats are rounded to this dtype for the wire, and added up in their own dtype. With
+        ``"bfloat16"``, float32 gradients take half the bytes, and come out as float32 values that bfloat16
+        can hold. With None, gradients are sent as they are. Leaves that are reduced in full are not rounded.
       backend: ``"auto"``, ``"xla"`` or ``"native"``: which way slices travel, see `all_reduce`.
-      fast_axes: a mesh axis or a tuple of them, of a fast network, with `axis_name` that of a slow one: GPUs of
-        a node and nodes, or TPU chips and slices. Gradients are then local to all of these axes. They are
-        reduced in full over the fast ones, so that each of their M workers has 1/M of them to send over the
-        slow ones, where steps are skipped and N is counted; then gathered over the fast ones. 16-bit floats
-        are added up in float32 there, too.
+      fast_axes: a mesh axis or a tuple of axes of a fast network, while `axis_name` is the axis of a slow network:
+        GPUs of a node and nodes, or TPU chips and slices. Gradients are then local to all of these axes. They are
+        reduced in full over the M workers of the fast axes, so that each of these workers sends 1/M of a gradient
+        over the slow axes, where steps are skipped and N is counted. Then they are gathered over the fast axes.
+        16-bit floats are added up in float32 there, too.
       mesh: for pjit programs: the mesh. `update` then needs `params`.
       param_specs: the `PartitionSpec` of each parameter (a pytree, or a prefix of it) over axes that
         are not manual: with `mesh`, or in a `shard_map` over some of the axes. Shards are then reduced
-        by themselves. None: as the types of the gradients say where those axes are Explicit; Auto
-        axes, of which types say nothing, count as not sharded over: then gradients are gathered, and with `mesh` a
-        warning says so.
+        by themselves. With None, the types of the gradients say how parameters are sharded over Explicit
+        axes. Types say nothing about Auto axes: gradients that are sharded over Auto axes are gathered, and
+        with `mesh` a warning says so.
 
     Returns:
       An `optax.GradientTransformation` with state `SkipReduceState`. The state does not depend on

@@ -1,4 +1,4 @@
-"""describe(): what is skipped, what is protected, and what goes over the wire; before a run."""
+"""describe(): what is skipped, what is protected, and what goes over the wire, before a run."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class LeafDescription:
     """One gradient.
 
     Attributes:
-      path: its keys, joined with ``/``.
-      shape: of the part that a worker holds (smaller than the parameter if that is sharded).
-      dtype: name of the dtype.
-      wire_dtype: name of the dtype that it is sent in.
-      treatment: ``"skipped"``, or what else its compressor does; or why it is reduced in full:
-        ``"protected"``, ``"small"``, ``"integer"``; ``"empty"`` if there is nothing to reduce.
-      num_elements: elements of it.
+      path: the keys of the gradient, joined with ``/``.
+      shape: the shape of the part that a worker holds (smaller than the parameter if the parameter is sharded).
+      dtype: the name of the dtype.
+      wire_dtype: the name of the dtype on the wire.
+      treatment: ``"skipped"``, or the word of another compressor. ``"protected"``, ``"small"`` and ``"integer"`` are
+        reasons for a reduction in full. ``"empty"`` means that there is nothing to reduce.
+      num_elements: the number of elements.
       num_skipped_elements: elements that a worker leaves out per step, averaged over the workers.
-      wire_bytes: bytes that a worker sends for it per step.
+      wire_bytes: bytes that a worker sends for the gradient per step.
       full_wire_bytes: the same in a plain ring all-reduce.
-      num_skipped: k, reduce-scatter steps left out of the ring that it goes around; 0 if it is reduced in full.
+      num_skipped: k, reduce-scatter steps left out; 0 if the gradient is reduced in full.
     """
 
     path: str
@@ -58,14 +58,14 @@ class Description:
 
     Attributes:
       num_workers: N.
-      skip_ratio: the ratio that was asked for, in this step; None where leaves have ratios of their own.
-      count: the step, where there is a schedule; else None.
+      skip_ratio: the ratio that was asked for, in this step; None if leaves have ratios of their own.
+      count: the step, if there is a schedule; else None.
       num_skipped: k = round(skip_ratio * N), reduce-scatter steps left out; the most of any leaf.
-      num_buckets: collectives per step for what is skipped (what is reduced in full is one more call).
-      protects_nothing: `protect` was given, and names no leaf. A mistyped path?
+      num_buckets: collectives per step for what is skipped (the leaves that are reduced in full take one more call).
+      protects_nothing: whether `protect` was given but names no leaf. A mistyped path?
       leaves: one `LeafDescription` per leaf.
-      num_fast_workers: M, on the fast axes; 1 without. Then bytes are those on the slow axes, where
-        each worker sends 1/M of the gradient.
+      num_fast_workers: M, workers on the fast axes; 1 without fast axes. With fast axes, bytes are those on the slow
+        axes, where each worker sends 1/M of the gradient.
       headline: the step in a few words.
     """
 
@@ -101,7 +101,7 @@ class Description:
 
     @property
     def theoretical_speedup(self) -> float:
-        """How many times less is sent: what the collective gains where bytes take the time."""
+        """How many times fewer bytes are sent. The collective gets that much faster where bytes take the time."""
         return self.full_wire_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     def __str__(self) -> str:
@@ -122,7 +122,7 @@ class Description:
         return "\n".join([text_table(header, rows, num_left=5), *self._summary()])
 
     def _summary(self) -> list[str]:
-        """What the table comes to, in sentences."""
+        """The totals of the table, in sentences."""
         share = self.num_skipped_elements / self.num_elements if self.num_elements else 0.0
         lines = [
             f"{self.num_workers} workers, {self.headline}, in {self.num_buckets} bucket(s).",
@@ -154,15 +154,15 @@ def describe(
     num_fast_workers: int | None = None,
     **settings: Any,
 ) -> Description:
-    """What `skipreduce` would do with the gradients of `params`. Runs nothing, sends nothing.
+    """What `skipreduce` would do with the gradients of `params`. Nothing is run or sent.
 
     Args:
       params: the parameters, or their shapes (`jax.eval_shape`).
-      num_workers: N, workers on the data axis (on the slow ones, with `fast_axes`). None: as the mesh of `method` says.
-      method: the settings, such as ``sr.SkipReduce("data", 0.5)``. With `mesh` or `param_specs` in them, numbers are
-        those of one shard; without `mesh`, call it in a context of `jax.set_mesh`.
-      count: the step to look at, where the skip ratio is a schedule.
-      num_fast_workers: M, workers on the fast axes, with `fast_axes`. None: as the mesh says.
+      num_workers: N, workers on the data axis (with `fast_axes`, on the slow axes). None: N of the mesh in `method`.
+      method: the settings, such as ``sr.SkipReduce("data", 0.5)``. If the settings have `mesh` or `param_specs`,
+        numbers are those of one shard. With `param_specs` and no `mesh`, call it in a context of `jax.set_mesh`.
+      count: the step to describe, if the skip ratio is a schedule.
+      num_fast_workers: M, workers on the fast axes, with `fast_axes`. None: M of the mesh.
       **settings: in place of `method`, arguments of `skipreduce`: `skip_ratio`, `mode`, `protect`,
         `min_size`, `bucket_bytes`, ..
 
@@ -198,7 +198,7 @@ def settings_of(method: Any) -> Settings:
     """The settings that `method` holds.
 
     Raises:
-      TypeError: it holds none.
+      TypeError: `method` holds no settings.
     """
     if not isinstance(getattr(method, "settings", None), Settings):
         raise TypeError(
@@ -212,7 +212,7 @@ def settings_of(method: Any) -> Settings:
 def forecast(
     settings: Settings, params: Any, num_workers: int | None, count: int, num_fast_workers: int | None
 ) -> Description:
-    """What a transformation of these settings would do; see `describe`."""
+    """What a transformation with these settings would do; see `describe`."""
     num_workers = _num_workers(settings, num_workers)
     num_parts = _num_fast_workers(settings, num_fast_workers)
     shards = shards_of(settings, params, None, num_workers)
@@ -242,14 +242,14 @@ def forecast(
 
 
 def _of_compressed(step: StepForecast, is_compressed: list[bool]) -> StepForecast:
-    """The forecast of those leaves that are compressed."""
+    """The forecast for the compressed leaves alone."""
     leaves = tuple(leaf for leaf, is_one in zip(step.leaves, is_compressed, strict=True) if is_one)
     most = max((leaf.num_skipped for leaf in leaves), default=0)
     return dataclasses.replace(step, leaves=leaves, num_skipped=most if step.skip_ratio is None else step.num_skipped)
 
 
 def _num_workers(settings: Settings, given: int | None) -> int:
-    """N: as given, or as the mesh says; both have to agree."""
+    """N as given, or of the mesh. If both are known, they have to agree."""
     if given is not None and (isinstance(given, bool) or not isinstance(given, (int, np.integer))):
         raise TypeError(f"num_workers={given!r}: expected an int, as in sr.describe(params, 8, method)")
     if given is not None and given < 1:
@@ -265,7 +265,7 @@ def _num_workers(settings: Settings, given: int | None) -> int:
 
 
 def _num_fast_workers(settings: Settings, given: int | None) -> int:
-    """M: as given, or as the mesh says; both have to agree."""
+    """M as given, or of the mesh. If both are known, they have to agree."""
     if not settings.fast_axes:
         if given not in (None, 1):
             raise ValueError(f"num_fast_workers={given}: there are no fast_axes in what is described")
@@ -292,7 +292,7 @@ def _describe_leaf(
     num_parts: int,
     compressed: LeafForecast,
 ) -> LeafDescription:
-    own = jnp.dtype(jnp.int32) if leaf.dtype == bool else leaf.dtype  # psum adds flags up as int32
+    own = jnp.dtype(jnp.int32) if leaf.dtype == bool else leaf.dtype  # psum adds up bools as int32
     elements = slice_size(slice_size(leaf.size, num_parts), num_workers)
     full = RING.slices_sent(num_workers) * elements * own.itemsize
     if treatment == "compressed":

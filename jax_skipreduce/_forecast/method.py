@@ -1,4 +1,4 @@
-"""A method: the settings of a transformation as an object, which outlives the chain that the transformation is in."""
+"""Method: the settings of a transformation as an object, which keeps them when the transformation is in a chain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Method(abc.ABC):
     """Settings, and what can be done with them. Subclasses are frozen dataclasses of their public arguments.
 
     Attributes:
-      name: under which `describe`, bench and tta find it.
+      name: the name under which `describe`, bench and tta find the method.
     """
 
     name: ClassVar[str]
@@ -35,22 +35,22 @@ class Method(abc.ABC):
     def describe(
         self, params: Any, num_workers: int | None = None, *, count: int = 0, num_fast_workers: int | None = None
     ) -> Description:
-        """What it would do with the gradients of `params`; see `describe`."""
+        """What the transformation would do with the gradients of `params`; see `describe`."""
         return forecast(self.settings, params, num_workers, count, num_fast_workers)
 
     def metrics(
         self, opt_state: Any, params: Any, num_workers: int | None = None, *, num_fast_workers: int | None = None
     ) -> dict[str, float]:
-        """What it does in the step that comes next; see `metrics`."""
+        """What the transformation does in the step that comes next; see `metrics`."""
         return metrics(opt_state, params, num_workers, self, num_fast_workers=num_fast_workers)
 
     def resize_state(self, opt_state: Any, params: Any, num_workers: int) -> Any:
-        """`opt_state` of a checkpoint, for another number of workers than it was written with.
+        """`opt_state` of a checkpoint, changed for another number of workers than it was written with.
 
-        The step counter is the same at any number. What each worker keeps (`SkipReduceState.per_worker`) is handed to
-        the `num_workers` workers that there are now, as the compressor of the method documents it.
+        The step counter is the same at any number. What each old worker kept (`SkipReduceState.per_worker`) is handed
+        to the `num_workers` new workers, as the compressor of the method documents.
 
         Raises:
-          ValueError: the compressor has no rule for it, or the state is not of these parameters.
+          ValueError: the compressor has no rule, or the state belongs to other parameters.
         """
         return resize_state(self.settings, opt_state, params, num_workers)

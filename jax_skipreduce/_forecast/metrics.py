@@ -1,4 +1,4 @@
-"""metrics(): what skipreduce does at this step, as numbers for a logger."""
+"""metrics(): what skipreduce does in this step, as numbers for a logger."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def metrics(
 ) -> dict[str, float]:
     """What `skipreduce` does in the step that comes next: plain numbers, ready for any logger.
 
-    Ratio and k follow from the step counter, bytes from the shapes of `params`: nothing is run or sent, and nothing
-    has to be kept in the state. It takes up to a millisecond per leaf, so call it where you log.
+    Ratio and k follow from the step counter, bytes from the shapes of `params`. Nothing is run or sent, and nothing
+    has to be kept in the state. A call takes up to a millisecond per leaf, so call `metrics` where you log.
 
     Args:
-      opt_state: of the optimizer, outside of `jax.jit`: a state of `skipreduce`, or anything that holds one, such as
-        that of an `optax.chain`.
+      opt_state: the state of the optimizer, outside of `jax.jit`: a state of `skipreduce`, or anything that holds one,
+        such as the state of an `optax.chain`.
       params: the parameters, or their shapes.
       num_workers: N, as in `describe`.
       method: the settings, such as ``sr.SkipReduce("data", 0.5)``, as in `describe`.
@@ -42,9 +42,9 @@ def metrics(
       - ``skipreduce/skip_ratio``: k/N, the share that each worker leaves out of a leaf; the most of any leaf.
       - ``skipreduce/num_skipped``: k; the most of any leaf.
       - ``skipreduce/skipped_ratio``: share of the whole gradient that each worker leaves out, protected leaves counted.
-      - ``skipreduce/bytes_sent``: by each worker in this step.
-      - ``skipreduce/bytes_saved``: against a plain ring all-reduce.
-      - ``skipreduce/theoretical_speedup``: of the all-reduce.
+      - ``skipreduce/bytes_sent``: bytes that each worker sends in this step.
+      - ``skipreduce/bytes_saved``: bytes that each worker saves against a plain ring all-reduce.
+      - ``skipreduce/theoretical_speedup``: the theoretical speed-up of the all-reduce.
 
     Raises:
       ValueError: `opt_state` holds no state of `skipreduce`, or more than one.
@@ -69,7 +69,7 @@ def metrics(
     if isinstance(count, Tracer):
         raise TypeError("the step counter is traced: call sr.metrics outside of jax.jit, on the state that comes out")
     if isinstance(count, jax.Array) and not count.is_fully_addressable:
-        count = count.addressable_data(0)  # of several processes; all have the same
+        count = count.addressable_data(0)  # several processes, which all have the same counter
     step = int(np.asarray(count).reshape(-1)[0])
     description = forecast(settings, params, num_workers, step, num_fast_workers)
     num_elements = description.num_elements

@@ -14,16 +14,16 @@ from jax_skipreduce._workers.blocks import from_block, to_block
 
 
 def fsdp_cut(tree: Any, num_workers: int) -> Any:
-    """Weights as `fsdp_gather` takes them: each flattened, padded with zeros and cut in N slices, end to end.
+    """Cuts weights as `fsdp_gather` takes them: each is flattened, padded with zeros and cut in N slices, end to end.
 
     Args:
       tree: pytree of arrays. Layers that are stacked for `lax.scan` are cut one by one:
         ``jax.vmap(lambda layer: sr.fsdp_cut(layer, num_workers))(layers)``.
-      num_workers: N. Outside of ``shard_map``: what comes out is sharded with ``P(axis_name)`` (stacked layers with
-        ``P(None, axis_name)``), and worker r gets slice r.
+      num_workers: N. Outside of ``shard_map``, shard the result with ``P(axis_name)`` (stacked layers with
+        ``P(None, axis_name)``). Worker r then gets slice r.
 
     Returns:
-      A pytree of 1-D arrays of N * ceil(size / N) elements, in the dtypes given.
+      A pytree of 1-D arrays of N * ceil(size / N) elements, in the dtypes of `tree`.
 
     Raises:
       ValueError: `num_workers` is less than 1.
@@ -44,11 +44,11 @@ def fsdp_join(tree: Any, shape: Any) -> Any:
 
     Args:
       tree: pytree of arrays as `fsdp_cut` makes them.
-      shape: for each of them the shape it had: a pytree of the same structure, of tuples or of anything with a
-        ``shape``, such as what `jax.eval_shape` gives.
+      shape: the original shape of each array: a pytree of the same structure, of tuples or of anything with a
+        ``shape``, such as the result of `jax.eval_shape`.
 
     Returns:
-      A pytree of arrays of these shapes.
+      A pytree of arrays with the original shapes.
 
     Raises:
       ValueError: an array is too short for its shape, or `shape` has another structure.

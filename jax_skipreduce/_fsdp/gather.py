@@ -4,8 +4,8 @@ Worker r owns slice r of every weight. Going forward, slices travel around a rin
 worker then computes with zeros in place of the slices of the next workers on the ring. Going backward, gradients travel
 the other way and end at their owners, so the chain of a slice is made of the very workers that the slice had come to.
 
-Since owners stay, no shift can move what is skipped, as it does in `all_reduce`. The ring is laid through the
-workers in another order instead, which the step counter picks.
+Owners stay the same, so no shift can move what is skipped, as it does in `all_reduce`. Instead, the ring goes through
+the workers in another order, which the step counter picks.
 """
 
 from __future__ import annotations
@@ -50,21 +50,22 @@ def fsdp_gather(
     align: bool = True,
     wire_dtype: jax.typing.DTypeLike | None = None,
 ) -> Any:
-    """Weights from their shards, for use in the forward pass; its gradient is reduced and scattered to the shards.
+    """Gathers weights from their shards. Its derivative reduces gradients, and scatters them to the shards.
 
     Worker r gives slice r. With ``num_gather_skipped=k`` the all-gather leaves out the last k of its N-1 steps: a
     worker gets its own slice and those of the N-1-k workers before it on the ring, and zeros for the k after it. The
     gradient with respect to `shard` is a reduce-scatter around the same ring in the opposite direction: the chain of
-    slice j starts at the worker N-1-k places after j, and ends at its owner j. So the gradients that are left out are
-    those of the weights that were not there.
+    slice j starts at the worker N-1-k places after j, and ends at its owner j. So the sum leaves out the gradients of
+    weights that a worker did not have.
 
-    A gradient of a slice that a worker did not gather is never contributed, so the reduce-scatter leaves out
-    max(num_gather_skipped, num_skipped) steps: `num_skipped` matters where it is the larger one. (`align=False` turns
-    that off.)
+    A worker never contributes the gradient of a slice that it did not gather, so the reduce-scatter leaves out
+    max(num_gather_skipped, num_skipped) steps. `num_skipped` matters where it is the larger number. (`align=False`
+    turns that off.)
 
-    Call it inside the function that is differentiated. Under `jax.checkpoint` the weights are gathered again in the
-    backward pass, and not kept. In a `lax.scan` over layers, it stands in the body. Workers that are simulated by
-    `jax.vmap` are differentiated one by one, ``vmap(grad(..))``: from outside, JAX does not know their axis any more.
+    Call `fsdp_gather` inside the function that is differentiated. Under `jax.checkpoint` the weights are gathered again
+    in the backward pass, and not kept. In a `lax.scan` over layers, the call stands in the body. Workers that are
+    simulated by `jax.vmap` are differentiated one by one, ``vmap(grad(..))``: from outside, JAX does not know their
+    axis any more.
 
     Bytes on the wire per worker, where S is the sum of the sizes of its shards: going forward
     (N-1 - num_gather_skipped) * S * itemsize, once more under `jax.checkpoint`; going backward
@@ -79,23 +80,24 @@ def fsdp_gather(
         ``shape``; padding is cut off, as `fsdp_cut` makes it. None: slices are joined along their first axis, as is
         right for weights that are sharded along it.
       num_gather_skipped: all-gather steps left out, 0..N-1. An int, or a traced integer scalar that is the same on all
-        workers, clamped to that: so a warm-up recompiles nothing, ``jnp.where(step < 1000, 0, 4)``.
-      num_skipped: reduce-scatter steps left out, 0..N-1; likewise.
-      step: the step counter, the same on all workers: with `seed` it picks the order of the ring. An int, or a traced
-        integer scalar. Give each of several calls in a step its own, ``step * num_layers + layer``: else all leave out
-        the same workers. None: the ring goes from rank to rank, always, and the same slices are skipped in every step.
-      seed: of the orders; the same on all workers.
-      num_orders: the most orders to choose from. Each is one branch of a `lax.switch`. The first two are the ring from
-        rank to rank, both ways: all others send to workers that are no neighbours in rank.
+        workers, which is clamped to 0..N-1. So a warm-up recompiles nothing: ``jnp.where(step < 1000, 0, 4)``.
+      num_skipped: reduce-scatter steps left out, 0..N-1; an int, or a traced integer scalar as above.
+      step: the step counter, the same on all workers: an int, or a traced integer scalar. `step` and `seed` pick the
+        order of the ring. Give each of several calls in a step a `step` of its own, ``step * num_layers + layer``; else
+        all calls leave out the same workers. None: the ring always goes from rank to rank, and the same slices are
+        skipped in every step.
+      seed: the seed of the orders; the same on all workers.
+      num_orders: the most orders to choose from. Each order is one branch of a `lax.switch`. The first two orders are
+        the ring from rank to rank, both ways. All other orders send to workers that are no neighbours in rank.
       normalize: ``"skip"`` divides gradients by N: what was skipped counts as zero. ``"drop"`` divides by the number
         of workers that contributed. None gives the sum.
-      align: False contributes the gradients of weights that were not there (taken to be zero), with `num_skipped` as it
-        stands: "SkipReduce(AG)" of Fig. 19, for comparison. It trains worse.
-      wire_dtype: what wider floats are sent as, ``"bfloat16"`` for half the bytes of float32. Weights come rounded
-        to it, the own slice too; gradients are rounded as they travel. Integers are no weights.
+      align: False contributes the gradients of weights that were not gathered (taken at zero), and leaves out
+        `num_skipped` steps: "SkipReduce(AG)" of Fig. 19, for comparison. It trains worse.
+      wire_dtype: the dtype in which wider floats are sent, ``"bfloat16"`` for half the bytes of float32. Weights come
+        rounded to it, a worker's own slice included; gradients are rounded as they travel.
 
     Returns:
-      A pytree of whole weights, in the dtypes given, typed as differing between workers.
+      A pytree of whole weights, in the dtypes of `shard`, typed as differing between workers.
 
     Raises:
       TypeError: a shard is no float array, or a count or `step` no integer.
@@ -153,13 +155,13 @@ def fsdp_gather(
 
 @dataclasses.dataclass(frozen=True)
 class _How:
-    """What is known of a gather when it is traced; hashable, for `jax.custom_vjp`.
+    """What is known about a gather when it is traced; hashable, for `jax.custom_vjp`.
 
     Attributes:
       names: the axes.
       normalize, align, num_orders: as in `fsdp_gather`.
-      wire: what travels.
-      static: those of ``num_gather_skipped``, ``num_skipped``, ``order`` that are ints. The others are operands.
+      wire: the wire format.
+      static: those of ``num_gather_skipped``, ``num_skipped`` and ``order`` that are ints. Traced numbers are operands.
     """
 
     names: tuple[Hashable, ...]
@@ -171,7 +173,7 @@ class _How:
 
 
 def _pick_order(step: Any, seed: int, group: Group, num_orders: Any) -> int | jax.Array:
-    """Which of the orders this step takes; the same number whether `step` is known or traced."""
+    """The number of the order of this step, the same whether `step` is known or traced."""
     if isinstance(num_orders, bool) or not isinstance(num_orders, int) or num_orders < 1:
         raise ValueError(f"num_orders={num_orders!r}: expected an int, at least 1")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
@@ -202,7 +204,7 @@ def _checked(path: str, leaf: Any, group: Group) -> jax.Array:
 
 
 def _whole_shape(path: str, leaf: jax.Array, shape: tuple[int, ...] | None, num_workers: int) -> tuple[int, ...]:
-    """What N slices like `leaf` make."""
+    """The shape of the whole that N slices like `leaf` make."""
     if shape is None:
         if not leaf.shape:
             raise ValueError(f"shard {path!r} is a scalar, which has no axis to join along. Give shape=")

@@ -1,7 +1,7 @@
 """An all-gather and a reduce-scatter around one ring, which goes through the workers in any of several orders.
 
-What `fsdp_gather` is made of. Worker r owns slice r, in every order. The all-gather sends to the next worker on the
-ring, the reduce-scatter to the one before; each leaves out as many steps as it is told, traced or known.
+`fsdp_gather` is made of both. Worker r owns slice r, in every order. The all-gather sends to the next worker on the
+ring, the reduce-scatter to the worker before. Both leave out a number of steps, traced or known.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from jax_skipreduce._workers.mean import accumulator
 def ring_orders(num_workers: int, num_orders: int) -> np.ndarray:
     """Orders in which a ring goes through the workers, int32 of shape (M, N) with 1 <= M <= `num_orders`.
 
-    Row m names the workers one after the other; rows 2i and 2i + 1 are one ring, both ways; row 0 is 0..N-1. The
+    Row m names the workers one after the other. Rows 2i and 2i + 1 are one ring, both ways. Row 0 is 0..N-1. The
     worker at place p lacks the slices of the workers at places p+1..p+k, so orders should spread distances on the ring.
 
-    They are the strides modulo the first prime p that is N or more, without the numbers that are no ranks. There are
-    p-1. If N is prime, then with all of them each worker is d places after each other one in exactly one order, for
-    every d: any worker lacks any slice in k of N-1 orders. For other N they are nearly even. Strides modulo N itself
-    would keep some apart (of 8, ranks that differ by 4 are 4 places apart in all four orders: at k=4 they never meet).
+    The orders are the strides modulo the first prime p that is N or more, without the numbers that are no ranks. There
+    are p-1 orders. If N is prime, and all orders are used, each worker is d places after each other worker in exactly
+    one order, for every d: any worker lacks any slice in k of N-1 orders. For other N the orders are nearly even.
+    Strides modulo N itself would keep some workers apart: of 8, ranks that differ by 4 are 4 places apart in all four
+    orders, so at k=4 they would never meet.
     """
     if num_workers <= 2:
         return np.arange(num_workers, dtype=np.int32)[None]
@@ -53,8 +54,8 @@ def gather(
     Args:
       channel: the workers, and what travels between them.
       orders: see `ring_orders`.
-      order: which of them, an int or a traced one.
-      skipped: k, an int or a traced one.
+      order: the number of the order, an int or a traced integer.
+      skipped: k, an int or a traced integer.
       own: this worker's slice, shape (S,).
     """
     if isinstance(skipped, int) and skipped == 0:
@@ -67,7 +68,7 @@ def scatter(
 ) -> jax.Array:
     """This worker's slice of the sum of `rows`, shape (N, S), without the first `skipped` steps.
 
-    In float32 for the 16-bit floats, else in the dtype given.
+    The sum is in float32 for the 16-bit floats, else in the dtype of `rows`.
     """
     # If all workers contribute, no order is better than the first.
     order = 0 if isinstance(skipped, int) and skipped == 0 else order
@@ -82,7 +83,7 @@ def _any_order(
     skipped: int | jax.Array,
     x: jax.Array,
 ) -> jax.Array:
-    """``run(channel, its order, skipped, x)`` with the order of that number."""
+    """``run(channel, orders[order], skipped, x)``; `order` may be traced."""
     if isinstance(skipped, int) and skipped == channel.group.size - 1:
         order = 0  # Nothing is sent.
     if isinstance(order, int):
@@ -93,7 +94,7 @@ def _any_order(
 
 
 def _places(order: np.ndarray, channel: Channel) -> tuple[jax.Array, Callable[[Any], jax.Array]]:
-    """This worker's place on the ring; and a function of a place -> the worker there."""
+    """This worker's place on the ring, and a function of a place -> the worker at that place."""
     workers = jnp.asarray(order)
     place = jnp.asarray(np.argsort(order).astype(np.int32))[channel.group.rank]
     return place, lambda place: workers[place % channel.group.size]
@@ -116,8 +117,8 @@ def _gather_in_order(channel: Channel, order: np.ndarray, skipped: int | jax.Arr
 def _scatter_in_order(channel: Channel, order: np.ndarray, skipped: int | jax.Array, rows: jax.Array) -> jax.Array:
     """The reduce-scatter without its first steps, each worker sending to the one before it in `order`.
 
-    In step s of k..N-2 each worker receives what is there so far of the slice N-2-s places before it, and adds its own.
-    Sums, as they are added up: in float32 for the 16-bit floats.
+    In step s of k..N-2 each worker receives the partial sum of the slice N-2-s places before it, and adds its own part.
+    The result is a sum, in float32 for the 16-bit floats.
     """
     place, worker_at = _places(order, channel)
     wide = accumulator(rows.dtype)

@@ -25,7 +25,7 @@ class LeafImportance:
       path: its keys, joined with ``/``.
       shape: the shape of the parameter.
       num_elements: the number of its elements.
-      importance: the share of its elements that is important, in [0, 1]. Does not count when two are compared.
+      importance: the share of its elements that is important, in [0, 1]. Comparisons with ``==`` ignore it.
       treatment: ``"protected"``, ``"skipped"``, or why there was no choice: ``"small"``, ``"integer"``, ``"empty"``.
     """
 
@@ -40,8 +40,8 @@ class LeafImportance:
 class Protection:
     """What `choose_protected` chose: a value for ``skipreduce(protect=..)`` that prints as a table.
 
-    Two are equal if they protect the same leaves of the same parameters. As a static argument of a jitted function it
-    costs a compilation exactly when the choice changes.
+    Two protections are equal if they protect the same leaves of the same parameters. As a static argument of a jitted
+    function, a protection costs a compilation exactly when the choice changes.
 
     Attributes:
       leaves: one `LeafImportance` per leaf, in the order of the tree.
@@ -101,14 +101,15 @@ def choose_protected(
 ) -> Protection:
     """Chooses the leaves that are worth reducing in full: many important elements in few parameters.
 
-    After a first leaf, leaves are taken in the order of their importance (the smaller one first among equals) as far as
-    the budget goes. Each leaf is tried as the first one, and the choice that holds most important elements beyond the
+    After a first leaf, leaves are taken in the order of their importance (the smaller leaf first among equals) as far
+    as the budget goes. Each leaf is tried as the first one. The choice that holds most important elements beyond the
     average of the tree wins. A leaf that is no more important than the whole tree is never chosen. `skipreduce` reduces
-    leaves under `min_size` elements in full anyway; they take nothing of the budget. (SkipReduce, MICRO 2025: 4.4.)
+    leaves under `min_size` elements in full anyway, so small leaves take nothing of the budget. (SkipReduce, MICRO
+    2025: 4.4.)
 
-    Call it outside of `jax.jit`: what is protected is settled when the step is traced, so **a choice that changes
-    during the training costs one compilation of the step**. All workers need the same choice: give `importance` an
-    `axis_name`, or global arrays.
+    Call the function outside of `jax.jit`: what is protected is settled when the step is traced, so **a choice that
+    changes during the training costs one compilation of the step**. All workers need the same choice: give `importance`
+    an `axis_name`, or global arrays.
 
     Args:
       importance: what `importance` returned for gradients of these parameters (or its average): a pytree of scalars.
@@ -146,7 +147,7 @@ def choose_protected(
         raise ValueError(f"importance and params differ in structure: {given} and {expected}")
     paths, leaves = leaf_paths(shapes), jax.tree.leaves(shapes)
     shares = [_number(share, path) for path, share in zip(paths, jax.tree.leaves(importance), strict=True)]
-    # What is compressed by the transformation that this is for is skipped.
+    # The compressor of `skipreduce` skips, so compressed leaves are called skipped.
     treated = ["skipped" if how == "compressed" else how for how in treatments(shapes, [False] * len(leaves), min_size)]
 
     ranked = [i for i, treatment in enumerate(treated) if treatment in _RANKED]
@@ -177,7 +178,7 @@ def _number(share: Any, path: str) -> float:
 
 
 def _choose(sizes: dict[int, int], gains: dict[int, float], budget: float) -> set[int]:
-    """The leaves to protect. `sizes` has them in the order of their importance."""
+    """The leaves to protect. `sizes` has the leaves in the order of their importance."""
 
     def filled(first: int) -> set[int]:
         left, taken = budget, set()
@@ -187,6 +188,6 @@ def _choose(sizes: dict[int, int], gains: dict[int, float], budget: float) -> se
                 left -= sizes[i]
         return taken
 
-    # The most important leaf may be tiny, and leave no room for one that is almost as important and far larger.
-    # In float32, so that no difference by rounding decides.
+    # The most important leaf may be tiny, and leave no room for a leaf that is almost as important and far larger.
+    # Sums are compared in float32, so that no difference by rounding decides.
     return max(map(filled, sizes), key=lambda taken: np.float32(sum(gains[i] for i in taken)), default=set())

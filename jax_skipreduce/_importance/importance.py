@@ -19,7 +19,7 @@ from jax_skipreduce._workers.renamed import renamed
 # Magnitudes are compared by the bits of a float32 without its sign: these integers have the same order.
 _NUM_BITS = 31
 _INFINITY = 0x7F800000
-# How many of these bits, from the highest, a value of a narrower type can set.
+# The number of bits, from the highest, that a value of a narrower type can set.
 _NUM_BITS_OF = {"bfloat16": 15, "float16": 18}
 
 _MAX_COUNT = 2**31 - 1
@@ -46,11 +46,11 @@ def importance(grads: Any, top_ratio: float = 0.25, *, axis_name: AxisName | Non
     **Exact at any size.** The threshold is found bit by bit, in 31 passes over float32, 15 over bfloat16, 18 over
     float16, which compare and count. Nothing is sorted, copied or flattened, so sharded arrays stay where they are.
 
-    - **In pjit programs and outside of jax.jit** it ranks whole arrays; gradients that are stacked by worker form one
-      pool. XLA adds up the counts: a few bytes per leaf and pass.
-    - **In jax.shard_map, vmap and pmap** it ranks what this worker holds, and sends nothing. With `axis_name`, one
-      `lax.pmean` of 4 bytes per leaf averages the shares of the workers. If parameters are cut over a model axis
-      there, name that axis too: each device then ranks its own shards, which is an estimate.
+    - **In pjit programs and outside of jax.jit** the function ranks whole arrays. Gradients that are stacked by worker
+      form one pool. XLA adds up the counts: a few bytes per leaf and pass.
+    - **In jax.shard_map, vmap and pmap** the function ranks what this worker holds, and sends nothing. With
+      `axis_name`, one `lax.pmean` of 4 bytes per leaf averages the shares of the workers. If parameters are cut over
+      a model axis there, name that axis too: each device then ranks its own shards, which is an estimate.
 
     Ties at the threshold share the remaining places. Zeros are never important. float64 is compared as float32.
 
@@ -90,7 +90,7 @@ def importance(grads: Any, top_ratio: float = 0.25, *, axis_name: AxisName | Non
             shares[index] = share
     if axis_name is not None and shares:
         group = Group.of(axis_name)
-        # One collective for all leaves: so few bytes take no longer than those of one leaf.
+        # One collective for all leaves: so few bytes take no longer than the bytes of one leaf.
         shares = list(lax.pmean(group.local(jnp.stack(shares)), group.names))
     return jax.tree.unflatten(treedef, shares)
 

@@ -14,15 +14,15 @@ def run(
     accumulator: np.typing.DTypeLike | None = None,
     wire_dtype: np.typing.DTypeLike | None = None,
 ) -> np.ndarray:
-    """What every worker holds after the schedule.
+    """The slices that every worker holds after the schedule.
 
     Args:
       schedule: the steps to run.
       slices: shape (num_workers, num_slices, ...), what each worker holds before.
       accumulator: dtype to add in; sums are rounded to the dtype of `slices` when they travel on.
-        None: that dtype itself.
-      wire_dtype: what values are rounded to when they travel; who passes a reduced slice on rounds its
-        own as well, so that all hold the same. None: not rounded.
+        None: the dtype of `slices`.
+      wire_dtype: dtype that values are rounded to when they travel. A worker that passes a reduced slice
+        on rounds its own as well, so that all workers hold the same. None: values are not rounded.
 
     Returns:
       An array of the same shape and dtype.

@@ -34,7 +34,7 @@ def slice_to_send(rank: Any, step: Any, shift: Any, num_workers: int) -> Any:
 
 
 def slice_to_receive(rank: Any, step: Any, shift: Any, num_workers: int) -> Any:
-    """Slice that `rank` receives in reduce-scatter step `step`, and adds its own to."""
+    """Slice that `rank` receives in reduce-scatter step `step`, and adds its own slice to."""
     return (rank - step - 1 + shift) % num_workers
 
 
@@ -76,7 +76,8 @@ class Ring(Topology):
         )
         return Schedule(num_workers, num_workers, scatter + gather)
 
-    # In closed form, because a schedule of thousands of workers is millions of transfers. A test compares them.
+    # Both counts have closed forms, because a schedule of thousands of workers is millions of transfers. A test
+    # compares the closed forms with the schedule.
 
     def num_steps(self, num_workers: int, num_skipped: int = 0, num_gather_skipped: int = 0) -> int:
         """2(N-1) - k - g."""

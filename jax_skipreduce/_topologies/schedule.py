@@ -1,7 +1,7 @@
 """A schedule: who sends which slice to whom, step by step, as plain data.
 
-Nothing here knows JAX. The executors, the NumPy reference, the bytes that `describe` and the benchmarks print: all read
-the same `Schedule`.
+Nothing in this file knows JAX. The executors, the NumPy reference and the byte counts of `describe` and the benchmarks
+all read the same `Schedule`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Schedule:
         return tuple(step for step in self.steps if step and step[0].operation == "copy")
 
     def slices_sent(self) -> tuple[int, ...]:
-        """Slices that each worker puts on the wire, by rank. Times the bytes of a slice: its wire bytes."""
+        """Slices that each worker puts on the wire, by rank. Times the bytes of a slice: bytes on the wire."""
         sent = [0] * self.num_workers
         for step in self.steps:
             for transfer in step:
@@ -91,7 +91,7 @@ class Schedule:
         return tuple(sent)
 
     def contributors(self) -> tuple[tuple[frozenset[int], ...], ...]:
-        """Who is in slice j as worker r holds it when the steps that reduce are over: entry [r][j].
+        """The contributors of slice j on worker r when the steps that reduce are over: entry [r][j].
 
         Raises:
           ValueError: a worker is added to one slice twice.
@@ -108,9 +108,10 @@ class Schedule:
         return tuple(map(tuple, held))
 
     def owners(self) -> tuple[int, ...]:
-        """The worker that holds each slice, reduced, when the steps that reduce are over: the first that copies it.
+        """The worker that holds each slice, reduced, when the steps that reduce are over.
 
-        Without a copy it is who has the most contributors.
+        The owner is the first worker that sends the slice in a copy. Without a copy it is the worker whose slice has
+        the most contributors.
         """
         first: dict[int, int] = {}
         for step in self.copy_steps:

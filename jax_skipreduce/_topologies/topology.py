@@ -1,7 +1,7 @@
-"""A topology: along which links an all-reduce runs, and what it leaves out. One file each.
+"""Topology: along which links an all-reduce runs, and what it leaves out. One file each.
 
-A topology is data. It says who sends what to whom (`Topology.schedule`), and all else follows: the executor runs the
-schedule under a named axis, `describe` and the benchmarks count its steps and bytes, the tests run it in NumPy.
+A topology is data. `Topology.schedule` says who sends what to whom. The executor runs the schedule under a named axis,
+`describe` and the benchmarks count the steps and bytes of the schedule, and the tests run the schedule in NumPy.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from jax_skipreduce._topologies.schedule import Schedule
 class Topology(abc.ABC):
     """The schedule of an all-reduce among N workers, for any N, with k of its steps left out.
 
-    The vector has N slices. What is left out is said for ``shift=0``; a shift c moves all slice indices by c, so the
-    executor can take one that is traced.
+    The vector has N slices. A schedule is defined at ``shift=0``. A shift c moves all slice indices by c, so the
+    executor can take a traced shift.
 
     Attributes:
-      name: as `topology=` names it.
+      name: the name in settings and messages.
     """
 
     name: ClassVar[str]
@@ -47,7 +47,7 @@ class Topology(abc.ABC):
         return len(self.schedule(num_workers, num_skipped, 0, num_gather_skipped).steps)
 
     def slices_sent(self, num_workers: int, num_skipped: int = 0, num_gather_skipped: int = 0) -> int:
-        """Slices that a worker sends, the one that sends most. Times the bytes of a slice: bytes on the wire."""
+        """Slices sent by the worker that sends most. Times the bytes of a slice: bytes on the wire."""
         return max(self.schedule(num_workers, num_skipped, 0, num_gather_skipped).slices_sent())
 
     def speedup(self, num_workers: int, num_skipped: int) -> float:
