@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ import jax_skipreduce as sr
 from jax_skipreduce._gradients import ratio as _ratio
 from jax_skipreduce._gradients import shift as _shift
 from tests.helpers import (
-    RUNNERS,
     bits,
     contributors,
     count_collectives,
@@ -27,6 +27,7 @@ from tests.helpers import (
     powers_of_two,
     replicated_step,
     update,
+    with_runners,
 )
 
 
@@ -89,10 +90,12 @@ def test_dropout_favours_no_worker():
     assert np.abs(share - (0.5 + 0.5 / 8)).max() < 5 * np.sqrt(0.25 / num_steps)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("min_size", [0, 100])
-@pytest.mark.parametrize("mode", ["random", "static", "dropout"])
-def test_nothing_skipped_is_pmean(runner, min_size, mode):
+@pytest.mark.parametrize(
+    ("runner", "case"),
+    with_runners([*itertools.product(("static", "dropout"), (0, 100)), ("random", 100), ("random", 0)]),
+)
+def test_nothing_skipped_is_pmean(runner, case):
+    mode, min_size = case
     grads = tree()
     ours = each_worker(runner, update(sr.skipreduce("data", 0.0, mode=mode, min_size=min_size)), 8)(grads)
     theirs = each_worker(runner, lambda g: jax.tree.map(lambda x: lax.pmean(x, "data"), g), 8)(grads)
@@ -104,8 +107,7 @@ def test_nothing_skipped_is_pmean(runner, min_size, mode):
                 assert bits(a) == bits(b)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 8])
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(("runner", "num_workers"), with_runners([1, 2, 3, 8]))
 def test_contributors_of_a_leaf(runner, num_workers):
     # Two leaves of one bucket: each is cut in N slices of its own, with the contributors of the paper.
     grads = {"a": powers_of_two(num_workers, 3 * num_workers), "b": powers_of_two(num_workers, num_workers)}
@@ -119,11 +121,15 @@ def test_contributors_of_a_leaf(runner, num_workers):
             np.testing.assert_array_max_ulp(np.asarray(got[name][0]), expected, maxulp=1)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(
-    ("mode", "normalize"), [("random", "skip"), ("random", "drop"), ("static", "skip"), ("dropout", "drop")]
+    ("runner", "case"),
+    [
+        *with_runners([("random", "drop"), ("static", "skip"), ("dropout", "drop"), ("random", "skip")]),
+        *(("shard_map_unchecked", ("dropout", "drop")), ("pmap", ("dropout", "drop"))),
+    ],
 )
-def test_all_ways_to_run_give_the_same_bits_on_all_workers(runner, mode, normalize):
+def test_all_ways_to_run_give_the_same_bits_on_all_workers(runner, case):
+    mode, normalize = case
     grads = tree()
     tx = sr.skipreduce("data", 0.5, mode=mode, normalize=normalize, min_size=100, bucket_bytes=3000)
     got = each_worker(runner, update(tx, count=3), 8)(grads)
