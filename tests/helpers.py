@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -16,6 +17,11 @@ from jax_skipreduce._topologies.ring import ring_schedule
 
 # Every way in which the library is run inside one process.
 RUNNERS = ("shard_map", "shard_map_unchecked", "vmap", "pmap")
+
+
+def slow(*case):
+    """A case of ``parametrize`` that ``.ci/run`` runs and the README's command does not."""
+    return pytest.param(*case, marks=pytest.mark.slow)
 
 
 def with_runners(cases):

@@ -23,6 +23,7 @@ def leaf_lists(draw):
     return [jax.ShapeDtypeStruct(shape, jnp.dtype(draw(dtypes))) for shape in draw(shapes)]
 
 
+@settings(max_examples=50)  # each compiles
 @given(st.lists(st.integers(0, 6), max_size=3).map(tuple), st.integers(1, 9))
 def test_cutting_in_slices_is_undone(shape, num_workers):
     x = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape) + 1
@@ -50,7 +51,7 @@ def test_buckets_are_no_smaller_than_they_need_to_be(leaves):
     assert len(buckets) == len({leaf.dtype for leaf in leaves})
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)  # each compiles
 @given(leaf_lists().filter(bool), st.integers(1, 5))
 def test_a_bucket_is_its_leaves_reduced_one_by_one(leaves, num_workers):
     leaves = [leaf for leaf in leaves if leaf.dtype == leaves[0].dtype and leaf.size]

@@ -55,25 +55,44 @@ def assert_trees_close(one, other, **tolerance):
         np.testing.assert_allclose(np.float64(np.asarray(a)), np.float64(np.asarray(b)), **tolerance)
 
 
-@pytest.mark.parametrize("normalize", ["skip", "drop"])
-@pytest.mark.parametrize("mode", ["random", "dropout"])
-def test_double_precision(mode, normalize):
+def double_precision_update(mode, normalize):
+    """What one update makes of 2**r * (1 + 2**-40) on worker r, in float64 and complex128: float32 would lose the 1."""
     with jax.enable_x64(True):
-        grads = {"w": normal((8, 40), jnp.float64), "c": normal((8, 40), jnp.complex128), "h": normal((8, 64))}
-        tx = sr.skipreduce("data", 0.5, mode=mode, normalize=normalize, min_size=0)
+        w = powers_of_two(8, 1024, np.float64) * (1 + 2.0**-40)
+        grads = {"w": jnp.asarray(w), "c": jnp.asarray(w * (1 - 2j)), "h": jnp.asarray(powers_of_two(8, 64))}
+        tx = sr.skipreduce("data", 0.5, mode=mode, normalize=normalize, min_size=0, seed=1)
         got = replicated_step(update(tx, count=2), 8)(grads)
-        assert {name: leaf.dtype.name for name, leaf in got.items()} == {
-            "w": "float64",
-            "c": "complex128",
-            "h": "float32",
-        }
-        float32 = {name: leaf for name, leaf in grads.items() if name == "h"}
+    assert {name: leaf.dtype.name for name, leaf in got.items()} == {"w": "float64", "c": "complex128", "h": "float32"}
+    return jax.tree.map(np.asarray, got)
+
+
+def num_contributors(sums):
+    return ((np.asarray(sums, np.int64)[:, None] >> np.arange(8)) & 1).sum(1)
+
+
+@pytest.mark.parametrize("mode", ["random", "dropout"])
+def test_double_precision(mode):
+    skip, drop = (double_precision_update(mode, normalize) for normalize in ("skip", "drop"))
+    for name, factor in (("w", 1 + 2.0**-40), ("c", (1 + 2.0**-40) * (1 - 2j)), ("h", 1)):
+        # The bits of the sum name the workers that are in it, to the last digit of float64.
+        sums = np.round(np.real(skip[name]) * 8)
+        np.testing.assert_array_equal(skip[name], sums * factor / 8)
+        num = num_contributors(sums)
+        if mode == "random":
+            assert any((expected_sum(8, 4, shift, len(sums) // 8) == sums).all() for shift in range(8))
+        else:
+            # Each element by itself: surely of one worker, and of each of seven others with probability 1/2.
+            assert num.min() >= 1
+            tolerance = 5 * np.sqrt(7 * 0.25 / len(sums))
+            assert abs(num.mean() - (1 + 7 / 2)) < tolerance
+        eps = {"w": 1e-15, "c": 1e-15, "h": 1e-6}[name]
+        np.testing.assert_allclose(drop[name], sums * factor / num, rtol=eps)
     # The same slices are skipped as without.
-    without = replicated_step(update(tx, count=2), 8)({"h": jnp.asarray(np.asarray(float32["h"]))})
     if mode == "random":
-        alone = sr.skipreduce("data", 0.5, mode=mode, normalize=normalize, min_size=0)
+        tx = sr.skipreduce("data", 0.5, min_size=0, seed=1, bucket_bytes=1)
+        without = replicated_step(update(tx, count=2), 8)({"h": jnp.asarray(powers_of_two(8, 64))})
         with jax.enable_x64(True):
-            again = replicated_step(update(alone, count=2), 8)(float32)
+            again = replicated_step(update(tx, count=2), 8)({"h": jnp.asarray(powers_of_two(8, 64))})
         assert bits(again["h"]) == bits(without["h"])
 
 
@@ -157,7 +176,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)  # each compiles
 @given(trees, st.integers(1, 200), st.sampled_from([0, 4, 1024]))
 def test_any_tree_goes_through_buckets_and_back(grads, bucket_bytes, min_size):
     tx = sr.skipreduce("data", 0.0, bucket_bytes=bucket_bytes, min_size=min_size)
