@@ -112,6 +112,7 @@ def test_dropout_favours_no_worker():
 @pytest.mark.parametrize(
     ("runner", "case"),
     with_runners([*itertools.product(("static", "dropout"), (0, 100)), ("random", 100), ("random", 0)]),
+    ids=str,
 )
 def test_nothing_skipped_is_pmean(runner, case):
     mode, min_size = case
@@ -146,6 +147,7 @@ def test_contributors_of_a_leaf(runner, num_workers):
         *with_runners([("random", "drop"), ("static", "skip"), ("dropout", "drop"), ("random", "skip")]),
         *(("shard_map_unchecked", ("dropout", "drop")), ("pmap", ("dropout", "drop"))),
     ],
+    ids=str,
 )
 def test_all_ways_to_run_give_the_same_bits_on_all_workers(runner, case):
     mode, normalize = case
