@@ -2,7 +2,7 @@
 
 docs/failures.md has the table of it. Limits are 5 or 10 seconds here and `PATIENCE_S` is far longer, for machines that
 are busy; but shorter than JAX's own defaults (100 s and more), so a limit that has no effect fails a test.
-``pytest -n 0 -rP`` on this file prints how long each worker took to end.
+``pytest -n 0 -rP -m ''`` on this file prints how long each worker took to end.
 """
 
 import os
