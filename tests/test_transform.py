@@ -270,12 +270,12 @@ def test_integers_flags_and_empty_leaves():
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 8, 12])
 def test_number_of_steps_skipped(num_workers):
+    traced = jax.jit(functools.partial(_ratio.num_steps_of, num_workers=num_workers))
     for ratio in np.linspace(0, 0.999, 61):
         k = _ratio.num_steps_of(ratio, num_workers)
         assert 0 <= k <= num_workers - 1
         assert abs(k - ratio * num_workers) <= 0.5 + 1e-5 or k == num_workers - 1
-        traced = jax.jit(functools.partial(_ratio.num_steps_of, num_workers=num_workers))(jnp.float32(ratio))
-        assert int(traced) == k
+        assert int(traced(jnp.float32(ratio))) == k
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
