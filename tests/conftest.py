@@ -1,12 +1,24 @@
 """Eight CPU devices for every test, the ring where a test says nothing else, and no silent change of a dtype."""
 
 import os
+import signal
+import threading
+
+import jaxlib.version
 
 # Stock XLA may hang when many executions with collectives are in flight on few cores. Read when the
 # backend starts.
 os.environ.setdefault("NPROC", "16")
 # What "auto" means: the ring is the reference, and what runs everywhere. tests/native compares the kernels with it.
 os.environ.setdefault("SKIPREDUCE_BACKEND", "xla")
+# Most tests are compilation, which takes a third of the time so. test_optimized.py runs tests of bits as XLA optimizes.
+# XLA aborts the process at a flag that it does not know, so these are for versions that were tried.
+if jaxlib.version.__version__.startswith("0.10."):
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+# A shell starts what runs in its background with SIGINT ignored. Children would inherit that, and wait for ever where
+# a test interrupts them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis
 import jax

@@ -1,11 +1,13 @@
 """Ways to run N workers, and the oracle."""
 
 import functools
+import itertools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -15,6 +17,20 @@ from jax_skipreduce._topologies.ring import RING
 
 # Every way in which the library is run inside one process.
 RUNNERS = ("shard_map", "shard_map_unchecked", "vmap", "pmap")
+
+
+def slow(*case):
+    """A case of ``parametrize`` that ``.ci/run`` runs and the README's command does not."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def with_runners(cases):
+    """(runner, case): every case under shard_map and vmap, which take different ways; the last one under all runners.
+
+    To the library, pmap and ``check_vma=False`` are a shard_map whose values have no type that says where they vary.
+    """
+    first = itertools.product(("shard_map", "vmap"), cases)
+    return [*first, *((runner, cases[-1]) for runner in ("shard_map_unchecked", "pmap"))]
 
 
 def data_mesh(num_workers: int) -> Mesh:

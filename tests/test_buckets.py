@@ -26,6 +26,7 @@ def leaf_lists(draw):
     return [jax.ShapeDtypeStruct(shape, jnp.dtype(draw(dtypes))) for shape in draw(shapes)]
 
 
+@settings(max_examples=50)  # each compiles
 @given(st.lists(st.integers(0, 6), max_size=3).map(tuple), st.integers(1, 9))
 def test_cutting_in_slices_is_undone(shape, num_workers):
     x = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape) + 1
@@ -53,7 +54,7 @@ def test_buckets_are_no_smaller_than_they_need_to_be(leaves):
     assert len(buckets) == len({leaf.dtype for leaf in leaves})
 
 
-@settings(max_examples=25)
+@settings(max_examples=25)  # each compiles
 @given(leaf_lists().filter(bool), st.integers(1, 5))
 def test_a_bucket_is_its_leaves_reduced_one_by_one(leaves, num_workers):
     leaves = [leaf for leaf in leaves if leaf.dtype == leaves[0].dtype and leaf.size]
@@ -67,7 +68,7 @@ def test_a_bucket_is_its_leaves_reduced_one_by_one(leaves, num_workers):
         alone = [reduce_arrays([value], group, reduction)[0] for value in values]
         return together, alone
 
-    together, alone = jax.vmap(reduce, axis_name="data")(values)
+    together, alone = jax.jit(jax.vmap(reduce, axis_name="data"))(values)
     for value, one, other in zip(values, together, alone, strict=True):
         assert one.shape == value.shape
         assert one.dtype == value.dtype

@@ -20,6 +20,7 @@ from tests.helpers import (
     normal,
     powers_of_two,
     replicated_step,
+    with_runners,
 )
 
 DTYPES = ("float32", "float16", "bfloat16", "complex64", "int32", "int8", "uint16")
@@ -63,8 +64,7 @@ def test_a_shift_of_any_size_counts_modulo_n(num_workers):
         np.testing.assert_array_equal(static(x)[0], expected_sum(num_workers, 1, shift % num_workers))
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 8])
+@pytest.mark.parametrize(("runner", "num_workers"), with_runners([1, 2, 3, 8]))
 def test_every_way_to_run_agrees_with_the_reference_to_the_bit(runner, num_workers):
     x = normal((num_workers, 5, 7))
     for num_skipped in {0, num_workers // 2, num_workers - 1}:
@@ -89,8 +89,7 @@ def test_a_static_shift(shift):
     assert bits(result) == bits(by_reference(x, 3, shift) / np.float32(8))
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("runner", "dtype"), with_runners(DTYPES))
 def test_nothing_skipped_is_pmean(runner, dtype):
     dtype = jnp.dtype(dtype)
     x = normal((8, 3, 11), dtype)
@@ -379,8 +378,7 @@ def test_dropout_divides_by_the_number_of_contributors():
     np.testing.assert_array_equal(run["drop"], total / count.astype(np.float32))
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("num_workers", [1, 2, 5, 8])
+@pytest.mark.parametrize(("runner", "num_workers"), with_runners([1, 2, 5, 8]))
 def test_reduce_scatter_then_all_gather_is_all_reduce(runner, num_workers):
     x = normal((num_workers, 3, 7))
     k = num_workers // 2

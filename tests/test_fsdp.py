@@ -14,7 +14,16 @@ from jax.sharding import PartitionSpec as P
 import jax_skipreduce as sr
 from jax_skipreduce._fsdp.gather import fsdp_cut, fsdp_gather, fsdp_join
 from jax_skipreduce._fsdp.ring import ring_orders
-from tests.helpers import RUNNERS, bits, collectives, count_collectives, data_mesh, each_worker, normal, powers_of_two
+from tests.helpers import (
+    bits,
+    collectives,
+    count_collectives,
+    data_mesh,
+    each_worker,
+    normal,
+    powers_of_two,
+    with_runners,
+)
 
 
 def holders(slice_index: int, order, num_skipped: int) -> set[int]:
@@ -79,8 +88,7 @@ def test_the_slices_that_were_gathered_are_those_that_get_gradients(num_workers)
                 np.testing.assert_array_equal(np.asarray(gradient)[:, 0], in_expected(contributors))
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 8])
+@pytest.mark.parametrize(("runner", "num_workers"), with_runners([1, 2, 3, 8]))
 def test_every_way_to_run_with_moving_orders(num_workers, runner):
     run = each_worker(
         runner,

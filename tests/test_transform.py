@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ import jax_skipreduce as sr
 from jax_skipreduce._gradients import ratio as _ratio
 from jax_skipreduce._gradients import shift as _shift
 from tests.helpers import (
-    RUNNERS,
     bits,
     contributors,
     count_collectives,
@@ -27,6 +27,7 @@ from tests.helpers import (
     powers_of_two,
     replicated_step,
     update,
+    with_runners,
 )
 
 
@@ -54,25 +55,44 @@ def assert_trees_close(one, other, **tolerance):
         np.testing.assert_allclose(np.float64(np.asarray(a)), np.float64(np.asarray(b)), **tolerance)
 
 
-@pytest.mark.parametrize("normalize", ["skip", "drop"])
-@pytest.mark.parametrize("mode", ["random", "dropout"])
-def test_double_precision(mode, normalize):
+def double_precision_update(mode, normalize):
+    """What one update makes of 2**r * (1 + 2**-40) on worker r, in float64 and complex128: float32 would lose the 1."""
     with jax.enable_x64(True):
-        grads = {"w": normal((8, 40), jnp.float64), "c": normal((8, 40), jnp.complex128), "h": normal((8, 64))}
-        tx = sr.skipreduce("data", 0.5, mode=mode, normalize=normalize, min_size=0)
+        w = powers_of_two(8, 1024, np.float64) * (1 + 2.0**-40)
+        grads = {"w": jnp.asarray(w), "c": jnp.asarray(w * (1 - 2j)), "h": jnp.asarray(powers_of_two(8, 64))}
+        tx = sr.skipreduce("data", 0.5, mode=mode, normalize=normalize, min_size=0, seed=1)
         got = replicated_step(update(tx, count=2), 8)(grads)
-        assert {name: leaf.dtype.name for name, leaf in got.items()} == {
-            "w": "float64",
-            "c": "complex128",
-            "h": "float32",
-        }
-        float32 = {name: leaf for name, leaf in grads.items() if name == "h"}
+    assert {name: leaf.dtype.name for name, leaf in got.items()} == {"w": "float64", "c": "complex128", "h": "float32"}
+    return jax.tree.map(np.asarray, got)
+
+
+def num_contributors(sums):
+    return ((np.asarray(sums, np.int64)[:, None] >> np.arange(8)) & 1).sum(1)
+
+
+@pytest.mark.parametrize("mode", ["random", "dropout"])
+def test_double_precision(mode):
+    skip, drop = (double_precision_update(mode, normalize) for normalize in ("skip", "drop"))
+    for name, factor in (("w", 1 + 2.0**-40), ("c", (1 + 2.0**-40) * (1 - 2j)), ("h", 1)):
+        # The bits of the sum name the workers that are in it, to the last digit of float64.
+        sums = np.round(np.real(skip[name]) * 8)
+        np.testing.assert_array_equal(skip[name], sums * factor / 8)
+        num = num_contributors(sums)
+        if mode == "random":
+            assert any((expected_sum(8, 4, shift, len(sums) // 8) == sums).all() for shift in range(8))
+        else:
+            # Each element by itself: surely of one worker, and of each of seven others with probability 1/2.
+            assert num.min() >= 1
+            tolerance = 5 * np.sqrt(7 * 0.25 / len(sums))
+            assert abs(num.mean() - (1 + 7 / 2)) < tolerance
+        eps = {"w": 1e-15, "c": 1e-15, "h": 1e-6}[name]
+        np.testing.assert_allclose(drop[name], sums * factor / num, rtol=eps)
     # The same slices are skipped as without.
-    without = replicated_step(update(tx, count=2), 8)({"h": jnp.asarray(np.asarray(float32["h"]))})
     if mode == "random":
-        alone = sr.skipreduce("data", 0.5, mode=mode, normalize=normalize, min_size=0)
+        tx = sr.skipreduce("data", 0.5, min_size=0, seed=1, bucket_bytes=1)
+        without = replicated_step(update(tx, count=2), 8)({"h": jnp.asarray(powers_of_two(8, 64))})
         with jax.enable_x64(True):
-            again = replicated_step(update(alone, count=2), 8)(float32)
+            again = replicated_step(update(tx, count=2), 8)({"h": jnp.asarray(powers_of_two(8, 64))})
         assert bits(again["h"]) == bits(without["h"])
 
 
@@ -89,10 +109,13 @@ def test_dropout_favours_no_worker():
     assert np.abs(share - (0.5 + 0.5 / 8)).max() < 5 * np.sqrt(0.25 / num_steps)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("min_size", [0, 100])
-@pytest.mark.parametrize("mode", ["random", "static", "dropout"])
-def test_nothing_skipped_is_pmean(runner, min_size, mode):
+@pytest.mark.parametrize(
+    ("runner", "case"),
+    with_runners([*itertools.product(("static", "dropout"), (0, 100)), ("random", 100), ("random", 0)]),
+    ids=str,
+)
+def test_nothing_skipped_is_pmean(runner, case):
+    mode, min_size = case
     grads = tree()
     ours = each_worker(runner, update(sr.skipreduce("data", 0.0, mode=mode, min_size=min_size)), 8)(grads)
     theirs = each_worker(runner, lambda g: jax.tree.map(lambda x: lax.pmean(x, "data"), g), 8)(grads)
@@ -104,8 +127,7 @@ def test_nothing_skipped_is_pmean(runner, min_size, mode):
                 assert bits(a) == bits(b)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 8])
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(("runner", "num_workers"), with_runners([1, 2, 3, 8]))
 def test_contributors_of_a_leaf(runner, num_workers):
     # Two leaves of one bucket: each is cut in N slices of its own, with the contributors of the paper.
     grads = {"a": powers_of_two(num_workers, 3 * num_workers), "b": powers_of_two(num_workers, num_workers)}
@@ -119,11 +141,16 @@ def test_contributors_of_a_leaf(runner, num_workers):
             np.testing.assert_array_max_ulp(np.asarray(got[name][0]), expected, maxulp=1)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(
-    ("mode", "normalize"), [("random", "skip"), ("random", "drop"), ("static", "skip"), ("dropout", "drop")]
+    ("runner", "case"),
+    [
+        *with_runners([("random", "drop"), ("static", "skip"), ("dropout", "drop"), ("random", "skip")]),
+        *(("shard_map_unchecked", ("dropout", "drop")), ("pmap", ("dropout", "drop"))),
+    ],
+    ids=str,
 )
-def test_all_ways_to_run_give_the_same_bits_on_all_workers(runner, mode, normalize):
+def test_all_ways_to_run_give_the_same_bits_on_all_workers(runner, case):
+    mode, normalize = case
     grads = tree()
     tx = sr.skipreduce("data", 0.5, mode=mode, normalize=normalize, min_size=100, bucket_bytes=3000)
     got = each_worker(runner, update(tx, count=3), 8)(grads)
@@ -151,7 +178,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)  # each compiles
 @given(trees, st.integers(1, 200), st.sampled_from([0, 4, 1024]))
 def test_any_tree_goes_through_buckets_and_back(grads, bucket_bytes, min_size):
     tx = sr.skipreduce("data", 0.0, bucket_bytes=bucket_bytes, min_size=min_size)
@@ -243,12 +270,12 @@ def test_integers_flags_and_empty_leaves():
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 8, 12])
 def test_number_of_steps_skipped(num_workers):
+    traced = jax.jit(functools.partial(_ratio.num_steps_of, num_workers=num_workers))
     for ratio in np.linspace(0, 0.999, 61):
         k = _ratio.num_steps_of(ratio, num_workers)
         assert 0 <= k <= num_workers - 1
         assert abs(k - ratio * num_workers) <= 0.5 + 1e-5 or k == num_workers - 1
-        traced = jax.jit(functools.partial(_ratio.num_steps_of, num_workers=num_workers))(jnp.float32(ratio))
-        assert int(traced) == k
+        assert int(traced(jnp.float32(ratio))) == k
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])

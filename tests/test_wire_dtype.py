@@ -7,7 +7,6 @@ import pytest
 
 import jax_skipreduce as sr
 from tests.helpers import (
-    RUNNERS,
     bits,
     by_reference,
     collectives,
@@ -18,14 +17,14 @@ from tests.helpers import (
     powers_of_two,
     replicated_step,
     update,
+    with_runners,
 )
 
 WIRES = ("bfloat16", "float16")
 
 
 @pytest.mark.parametrize("wire_dtype", WIRES)
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("num_workers", [2, 3, 8])
+@pytest.mark.parametrize(("runner", "num_workers"), with_runners([2, 3, 8]))
 def test_each_step_rounds_once_and_adds_in_float32(num_workers, runner, wire_dtype):
     x = normal((num_workers, 3 * num_workers))
     for k, shift in {(0, 0), (1, 2), (num_workers - 1, -1)}:

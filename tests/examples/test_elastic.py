@@ -42,6 +42,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_goes_on_with_fewer_and_then_with_more(start):
     process = start("--processes", "3", "--steps", "200", "--save-every", "10")
     pids = worker_pids(read_until(process, "step   50"))

@@ -10,6 +10,8 @@ import time
 
 import pytest
 
+from tests.helpers import slow
+
 pytestmark = pytest.mark.multiprocess
 
 # Processes compete for few cores while other tests run, and importing JAX takes most of the time.
@@ -58,7 +60,7 @@ def worker_pids(output: str) -> list[int]:
     return [int(pid) for pid in re.findall(r"worker \d+ is process (\d+)", output)]
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", [2, slow(3)])
 def test_learns_and_all_processes_agree(start, num_processes):
     process = start("--processes", str(num_processes), "--steps", "60", "--time-limit", str(PATIENCE_S))
     output, errors = process.communicate(timeout=PATIENCE_S)
@@ -69,7 +71,7 @@ def test_learns_and_all_processes_agree(start, num_processes):
     assert not any(map(is_alive, worker_pids(output)))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [slow(0), 1])
 def test_a_worker_that_dies_ends_the_run(start, victim):
     process = start("--steps", "1000000", "--time-limit", str(PATIENCE_S))
     pids = worker_pids(read_until(process, "step   50"))
@@ -91,6 +93,7 @@ def test_passes_on_the_exit_code(start):
     assert not any(map(is_alive, worker_pids(output)))
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_ended_by_the_time_limit(start):
     process = start("--steps", "1000000", "--time-limit", "8")
     pids = worker_pids(read_until(process, "worker 1"))

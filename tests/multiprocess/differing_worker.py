@@ -23,16 +23,11 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
     differs = rank == 1
-    settings = {
-        "seed": {"seed": 7 if differs else 0},
-        "ratio": {"skip_ratio": 0.0 if differs else 0.5},
-        "schedule": {"skip_ratio": lambda count: jnp.where(count < (5 if differs else 10), 0.0, 0.5)},
-    }.get(what, {})
-    size = 3000 if what == "tree" and differs else 2000
-    tx = sr.skipreduce("data", **{"skip_ratio": 0.5, **settings})
+    settings = {"seed": {"seed": 7 if differs else 0}, "nothing": {}}[what]
+    tx = sr.skipreduce("data", 0.5, **settings)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, P("data"))
-    grads = {"w": jax.make_array_from_callback((2, size), sharding, lambda _: np.ones((1, size), np.float32))}
+    grads = {"w": jax.make_array_from_callback((2, 2000), sharding, lambda _: np.ones((1, 2000), np.float32))}
 
     def step(grads):
         return tx.update(jax.tree.map(lambda leaf: leaf[0], grads), sr.SkipReduceState(jnp.int32(0)))[0]

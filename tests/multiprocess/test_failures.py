@@ -2,7 +2,7 @@
 
 docs/failures.md has the table of it. Limits are 5 or 10 seconds here and `PATIENCE_S` is far longer, for machines that
 are busy; but shorter than JAX's own defaults (100 s and more), so a limit that has no effect fails a test.
-``pytest -n 0 -rP`` on this file prints how long each worker took to end.
+``pytest -n 0 -rP -m ''`` on this file prints how long each worker took to end.
 """
 
 import os
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers import slow
 from tests.multiprocess.test_gloo import free_port
 
 pytestmark = pytest.mark.multiprocess
@@ -84,10 +85,10 @@ def start(tmp_path):
         # Gloo's connections are reset, and an exception ends the step at once; the exit waits for the heartbeats.
         (1, signal.SIGKILL, "Task 1 heartbeat timeout"),
         # It was the coordinator: its connection is gone, and JAX ends the others at once.
-        (0, signal.SIGKILL, "the leader task was preempted/died/restarted unexpectedly"),
+        slow(0, signal.SIGKILL, "the leader task was preempted/died/restarted unexpectedly"),
         # Its connections stay open, so nobody but the heartbeats can tell.
-        (1, signal.SIGSTOP, "unhealthy (stopped sending heartbeats):\n1"),
-        (0, signal.SIGSTOP, "RPC: /xla.coordination.CoordinationService/Heartbeat"),
+        slow(1, signal.SIGSTOP, "unhealthy (stopped sending heartbeats):\n1"),
+        slow(0, signal.SIGSTOP, "RPC: /xla.coordination.CoordinationService/Heartbeat"),
     ],
     ids=["kill-1", "kill-0", "stop-1", "stop-0"],
 )
@@ -102,6 +103,7 @@ def test_a_worker_that_is_killed_or_stopped(start, victim, signum, message):
         assert message in output
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_and_the_time_limit_of_gloo(start):
     """It goes on sending heartbeats. Gloo's own limit ends the wait, and the shutdown barrier says who is missing."""
     workers = start(3, "--hangs", "1", "--shutdown", "5", xla_flags="--xla_cpu_collective_timeout_seconds=5")
@@ -131,6 +133,7 @@ def test_a_worker_that_hangs_and_time_limit(start):
     assert not any("in next_batch" in outputs[rank] for rank in (0, 2))
 
 
+@pytest.mark.slow
 def test_a_worker_that_raises(start):
     """Python's exit waits for the others in the shutdown barrier of JAX, and they wait for it in their step."""
     workers = start(3, "--raises", "1", "--shutdown", "5")

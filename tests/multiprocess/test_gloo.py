@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers import slow
 from tests.multiprocess.cases import local_values, run_all
 
 ROOT = Path(__file__).parent.parent.parent
@@ -21,7 +22,7 @@ def free_port() -> int:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", [2, slow(3)])
 def test_processes_give_the_bits_of_one_process(num_processes, tmp_path):
     port = free_port()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}

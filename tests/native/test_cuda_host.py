@@ -19,6 +19,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from tests.helpers import slow
+
 REPOSITORY = Path(__file__).parents[2]
 CUDA = REPOSITORY / "xla_ffi" / "cuda"
 SOURCES = Path(__file__).with_name("cuda_host")
@@ -112,6 +114,7 @@ def test_no_library(built, tmp_path):
     assert message.startswith(f"skipreduce: cannot load libcuda.so.1 ({tmp_path}/libcuda.so.1: cannot open")
 
 
+@pytest.mark.slow
 def test_streams_are_ordered(tmp_path):
     """What one stream writes and another reads is ordered by events, in the eyes of ThreadSanitizer."""
     flags = [*FLAGS, "-O0", "-g", "-fsanitize=thread"]
@@ -211,7 +214,7 @@ def test_symbols_of_nccl(built):
     ("parts", "name", "wheel"),
     [
         (("cu13", "lib"), "libnvrtc.so.13", "nvidia-cuda-nvrtc"),
-        (("cuda_nvrtc", "lib"), "libnvrtc.so.12", "nvidia-cuda-nvrtc-cu12"),
+        slow(("cuda_nvrtc", "lib"), "libnvrtc.so.12", "nvidia-cuda-nvrtc-cu12"),
     ],
 )
 def test_kernels_compile_from_the_library(built, parts, name, wheel):

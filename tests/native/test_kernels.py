@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import slow
+
 REPOSITORY = Path(__file__).parents[2]
 CUDA = REPOSITORY / "xla_ffi" / "cuda"
 
@@ -68,16 +70,17 @@ def run_on_cpu(folder, array, wire, *flags):
     assert re.fullmatch(r"ok: \d+ launches\n", ran.stdout)
 
 
-@pytest.mark.parametrize(("array", "wire"), DTYPES)
+@pytest.mark.parametrize(("array", "wire"), [dtypes if dtypes in FEW_DTYPES else slow(*dtypes) for dtypes in DTYPES])
 def test_every_kernel_is_bitwise_the_ring_on_the_cpu(tmp_path, array, wire):
     run_on_cpu(tmp_path, array, wire)
 
 
+@pytest.mark.slow
 def test_flags_order_all_accesses_of_different_workers(tmp_path):
     run_on_cpu(tmp_path, "float32", "bfloat16", "-g", "-fsanitize=thread")
 
 
-@pytest.mark.parametrize(("array", "wire"), FEW_DTYPES)
+@pytest.mark.parametrize(("array", "wire"), [FEW_DTYPES[0], slow(*FEW_DTYPES[1])])
 def test_every_access_is_inside_its_array_and_aligned(tmp_path, array, wire):
     run_on_cpu(tmp_path, array, wire, "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
@@ -121,8 +124,14 @@ class Nvrtc:
         return text.raw.rstrip(b"\0") if what != "CUBIN" else text.raw
 
 
-@pytest.mark.parametrize("version", NVRTC)
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    ("version", "architecture"),
+    [
+        ("13", "sm_80"),
+        *(slow("12", architecture) for architecture in ("sm_80", "sm_90", "sm_100")),
+        *(slow("13", architecture) for architecture in ("sm_90", "sm_100")),
+    ],
+)
 def test_every_kernel_compiles_and_keeps_to_registers(version, architecture):
     nvrtc = Nvrtc(version)
     for array, wire in DTYPES if architecture == "sm_90" else FEW_DTYPES:
@@ -135,8 +144,14 @@ def test_every_kernel_compiles_and_keeps_to_registers(version, architecture):
         assert "warning" not in log, log
 
 
-@pytest.mark.parametrize("version", NVRTC)
-@pytest.mark.parametrize(("array", "wire"), FEW_DTYPES)
+@pytest.mark.parametrize(
+    ("version", "array", "wire"),
+    [
+        ("13", *FEW_DTYPES[0]),
+        slow("13", *FEW_DTYPES[1]),
+        *(slow("12", *dtypes) for dtypes in FEW_DTYPES),
+    ],
+)
 def test_what_peers_write_is_read_coherently(version, array, wire):
     ptx = Nvrtc(version).compile("compute_80", array, wire)[0].decode()
     operations = set(re.findall(r"\b(?:ld|st)\.[\w.:]*", ptx))

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import slow
+
 ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "xla_ffi" / name for name in ("meeting.cc", "completions.cc", "cpu_reduce.cc")]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-@pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
+@pytest.mark.parametrize("sanitizers", ["thread", slow("address,undefined")])
 def test_meetings(sanitizers, tmp_path):
     program = tmp_path / "meeting_stress"
     flags = ["-std=c++17", "-O1", "-g", "-pthread", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"]
