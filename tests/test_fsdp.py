@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce._fsdp.gather import fsdp_cut, fsdp_gather, fsdp_join
+from jax_skipreduce._fsdp.cut import fsdp_cut, fsdp_join
+from jax_skipreduce._fsdp.gather import fsdp_gather
 from jax_skipreduce._fsdp.ring import ring_orders
 from tests.helpers import (
     bits,

@@ -237,7 +237,7 @@ def test_a_compressor_in_describe_and_metrics():
     assert "4 workers, halves, in 1 bucket(s)." in str(description)
     with jax.set_mesh(data_mesh(N)):
         state = method.transform().init(PARAMS)
-    assert sr.metrics(state, PARAMS, N, method)["skipreduce/bytes_sent"] == description.wire_bytes
+    assert sr.metrics(state, PARAMS, N, method)["halves/bytes_sent"] == description.wire_bytes
 
 
 def test_bytes_of_a_compressor_are_those_of_the_lowered_program():

@@ -74,12 +74,13 @@ def metrics(
     description = forecast(settings, params, num_workers, step, num_fast_workers)
     num_elements = description.num_elements
     most = max((leaf.num_skipped for leaf in description.leaves), default=0)
-    return {
-        "skipreduce/step": step,
-        "skipreduce/skip_ratio": most / description.num_workers,
-        "skipreduce/num_skipped": most,
-        "skipreduce/skipped_ratio": description.num_skipped_elements / num_elements if num_elements else 0.0,
-        "skipreduce/bytes_sent": description.wire_bytes,
-        "skipreduce/bytes_saved": description.full_wire_bytes - description.wire_bytes,
-        "skipreduce/theoretical_speedup": description.theoretical_speedup,
+    numbers = {
+        "step": step,
+        "skip_ratio": most / description.num_workers,
+        "num_skipped": most,
+        "skipped_ratio": description.num_skipped_elements / num_elements if num_elements else 0.0,
+        "bytes_sent": description.wire_bytes,
+        "bytes_saved": description.full_wire_bytes - description.wire_bytes,
+        "theoretical_speedup": description.theoretical_speedup,
     }
+    return {f"{settings.compressor.name}/{name}": value for name, value in numbers.items()}

@@ -94,8 +94,9 @@ def test_a_bucket_is_one_call():
     text = lowered(step, data_mesh(8), (P("data"), P()), grads, jnp.int32(0))
     calls = [line for line in text.splitlines() if f"@{TARGET}(" in line]
     assert len(calls) == 2
-    # 80/8 and 63/8 elements a slice, joined and padded.
-    assert "tensor<8x24xf32>" in calls[0]
+    # The last leaf comes first. Then 80/8 and 63/8 elements a slice, joined and padded.
+    assert "tensor<8x8xbf16>" in calls[0]
+    assert "tensor<8x24xf32>" in calls[1]
 
 
 def test_auto_goes_around_the_ring_there(monkeypatch):
