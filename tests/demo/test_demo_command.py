@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import jax_skipreduce as sr
 from jax_skipreduce.__main__ import make_app
-from jax_skipreduce.programs.demo import _data, _figure, _report, _settings, _training
+from jax_skipreduce.programs.common import data
+from jax_skipreduce.programs.demo import _figure, _report, _settings, _training
 
 pytestmark = pytest.mark.promotes
 
@@ -44,8 +45,8 @@ def settings(**changes):
         "batch_size": 4,
         "optimizer": _settings.Optimizer.ADAM,
         "learning_rate": 2e-3,
-        "partition": _settings.Partition.IID,
-        "data": _settings.DataName.DIGITS,
+        "partition": data.Partition.IID,
+        "data": data.DataName.DIGITS,
         "seeds": (0,),
     }
     return _settings.Settings(**(values | changes))
@@ -58,7 +59,7 @@ def test_writes_table_picture_and_figures(tmp_path):
     assert Path("skipreduce-demo.png").read_bytes().startswith(b"\x89PNG")
 
     model = _training.SmallCNN()
-    images = _data.load(_settings.DataName.DIGITS).train_images[:1]
+    images = data.load(data.DataName.DIGITS).train_images[:1]
     params = jax.eval_shape(model.init, jax.random.key(0), images)
     described = sr.describe(params, 8, skip_ratio=0.5)
     assert figures["per_step"]["num_skipped"] == described.num_skipped == 4
@@ -96,7 +97,7 @@ def test_writes_table_picture_and_figures(tmp_path):
 
 def losses_and_accuracies(chosen, *reductions, seed=0):
     """Of one training per reduction, all with the same seed."""
-    trainer = _training.Trainer(chosen, _data.load(chosen.data), jax.devices("cpu")[: chosen.num_workers])
+    trainer = _training.Trainer(chosen, data.load(chosen.data), jax.devices("cpu")[: chosen.num_workers])
     runs = [trainer.run(reduction, seed, lambda step, loss, accuracy: None) for reduction in reductions]
     return [(run.losses, run.accuracies) for run in runs]
 
@@ -231,7 +232,7 @@ def test_sets_up_its_own_workers(tmp_path):
 
 def test_keeps_the_number_of_devices_that_the_user_set():
     code = (
-        "import os, jax; from jax_skipreduce.programs.demo._workers import find_workers; "
+        "import os, jax; from jax_skipreduce.programs.common.devices import find_workers; "
         "print(len(find_workers(8)), jax.device_count(), os.environ['NPROC'])"
     )
     result = started(code, JAX_PLATFORMS="cpu", NPROC="7", XLA_FLAGS="--xla_force_host_platform_device_count=4")

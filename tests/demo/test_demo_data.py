@@ -6,8 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from jax_skipreduce.programs.demo._data import load, partition
-from jax_skipreduce.programs.demo._settings import DataName, Partition
+from jax_skipreduce.programs.common.data import DataName, Partition, load, partition
 from jax_skipreduce.programs.demo._training import local_batches
 
 IMAGES = {"train": 24, "t10k": 8}

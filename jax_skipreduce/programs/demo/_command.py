@@ -10,13 +10,12 @@ from typing import Annotated
 import typer
 
 from jax_skipreduce.programs.common.cli import OUTPUT_FILE, check_png, refuse
+from jax_skipreduce.programs.common.data import DataName, Partition
 from jax_skipreduce.programs.demo._settings import (
     DEFAULT_LEARNING_RATES,
-    DataName,
     Mode,
     Normalize,
     Optimizer,
-    Partition,
     Settings,
 )
 
@@ -106,14 +105,16 @@ def demo(
     # Not at the top: help should not wait for JAX, nor need what it does not use.
     from rich.console import Console
 
-    from jax_skipreduce.programs.demo import _data, _figure, _progress, _report, _training, _workers
+    from jax_skipreduce.programs.common import data as datasets
+    from jax_skipreduce.programs.common.devices import find_workers
+    from jax_skipreduce.programs.demo import _figure, _progress, _report, _training
 
     try:
-        dataset = _data.load(data, data_dir)
+        dataset = datasets.load(data, data_dir)
     except (OSError, ValueError) as error:
         refuse(str(error), "--data" if data_dir is None else "--data-dir")
     try:
-        devices = _workers.find_workers(workers)
+        devices = find_workers(workers)
     except RuntimeError as error:
         refuse(str(error), "--workers")
     per_worker = len(dataset.train_labels) // len(devices)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from jax_skipreduce.programs.common.data import DataName, Partition
+
 
 class Mode(enum.StrEnum):
     """`mode` of `skipreduce`."""
@@ -19,20 +21,6 @@ class Normalize(enum.StrEnum):
 
     SKIP = "skip"
     DROP = "drop"
-
-
-class Partition(enum.StrEnum):
-    """How the training images are dealt to the workers."""
-
-    IID = "iid"
-    BY_CLASS = "by-class"
-
-
-class DataName(enum.StrEnum):
-    """A set of images."""
-
-    DIGITS = "digits"
-    FASHION_MNIST = "fashion-mnist"
 
 
 class Optimizer(enum.StrEnum):

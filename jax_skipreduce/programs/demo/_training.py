@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_skipreduce as sr
-from jax_skipreduce.programs.demo._data import NUM_CLASSES, Dataset, partition
+from jax_skipreduce.programs.common.data import NUM_CLASSES, Dataset, partition
 from jax_skipreduce.programs.demo._settings import Optimizer, Settings
 
 AXIS = "data"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from jax_skipreduce.programs.common.cli import OUTPUT_FILE, refuse
-from jax_skipreduce.programs.demo._settings import DataName
+from jax_skipreduce.programs.common.data import DataName
 from jax_skipreduce.programs.tta._settings import DEFAULTS, MAX_STEPS, QUICK_TARGETS, Settings, Size, WorkloadName
 
 _TARGETS = ", ".join(f"{defaults.target:g} for {name}" for name, defaults in DEFAULTS.items())
@@ -244,12 +244,12 @@ def _check_lab(in_lab: bool, no_lab: bool, rate: list[str] | None, workers: int 
 
 def _check_rates(all_settings: list[Settings]) -> None:
     """All of them now: the second lab is made an hour after the first."""
-    from jax_skipreduce.programs.netlab._run import dry_run
+    from jax_skipreduce import netlab
 
     for settings in all_settings:
         assert settings.rate is not None
         try:
-            list(dry_run(["true"], settings.num_workers, settings.rate, "100ms"))
+            list(netlab.dry_run(["true"], settings.num_workers, settings.rate, "100ms"))
         except ValueError as error:
             refuse(str(error), "--rate")
 
@@ -258,9 +258,9 @@ def _as_worker(settings: Settings) -> Settings:
     """With the number of workers of the lab that this process belongs to."""
     import os
 
-    from jax_skipreduce.programs.netlab._worker import read_environment
+    from jax_skipreduce import netlab
 
-    return dataclasses.replace(settings, num_workers=read_environment(os.environ)[1])
+    return dataclasses.replace(settings, num_workers=netlab.read_environment(os.environ)[1])
 
 
 def _refuse_several() -> NoReturn:
