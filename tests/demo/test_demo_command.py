@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import jax_skipreduce as sr
 from jax_skipreduce.__main__ import make_app
 from jax_skipreduce.programs.common import data
+from jax_skipreduce.programs.common.records import write_json
 from jax_skipreduce.programs.demo import _figure, _report, _settings, _training
 
 pytestmark = pytest.mark.promotes
@@ -149,7 +150,8 @@ def test_a_training_that_diverges_is_reported(tmp_path):
     diverged = _training.Run(0, (2.3, float("inf"), float("nan")), (1, 2, 3), (0.1, 0.1, 0.1), 1.0)
     described = sr.describe({"kernel": jax.numpy.zeros((64, 64))}, 8)
     comparison = _report.Comparison(settings(num_steps=3), described, [diverged], [diverged])
-    figures = json.loads(json.dumps(_report.as_json(comparison, jax.devices("cpu")), allow_nan=False))
+    write_json(tmp_path / "figures", _report.as_json(comparison, jax.devices("cpu")))
+    figures = json.loads((tmp_path / "figures").read_text())
     assert figures["skipping"]["final_training_loss"] is None
     assert figures["skipping"]["runs"][0]["curves"]["training_loss"] == [2.3, None, None]
     assert _report.table(comparison).row_count > 0

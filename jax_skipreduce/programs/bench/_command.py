@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -20,6 +19,7 @@ from jax_skipreduce.programs.bench._settings import (
     parse_skips,
 )
 from jax_skipreduce.programs.common.cli import OUTPUT_FILE, check_png, refuse
+from jax_skipreduce.programs.common.records import write_json
 
 Value = TypeVar("Value")
 
@@ -150,8 +150,7 @@ def bench(
         rows += of_size
     _echo(*_table.closing(rows))
     if _is_first() and json_path is not None:
-        report = _report.as_json(settings, machine, rows, raw)
-        json_path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+        write_json(json_path, _report.as_json(settings, machine, rows, raw))
         _echo(f"# Numbers: {json_path}")
     if _is_first() and plot is not None:
         title = f"all-reduce of {num_workers} workers, {dtype.value}, {machine['platform']}"

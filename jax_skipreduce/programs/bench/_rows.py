@@ -71,9 +71,9 @@ class Row:
 
 
 def wire_bytes(count: int, num_workers: int, num_skipped: int, wire_dtype: DType) -> int:
-    """Bytes that each worker sends: one slice per step of the ring."""
+    """Bytes that each worker sends, by the schedule of the ring."""
     slice_size = -(-count // num_workers)
-    return RING.num_steps(num_workers, num_skipped) * slice_size * wire_dtype.itemsize
+    return RING.slices_sent(num_workers, num_skipped) * slice_size * wire_dtype.itemsize
 
 
 def make_rows(size_bytes: int, dtype: DType, num_workers: int, measurements: Sequence[Measurement]) -> list[Row]:

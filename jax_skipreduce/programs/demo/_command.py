@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 
 from jax_skipreduce.programs.common.cli import OUTPUT_FILE, check_png, refuse
 from jax_skipreduce.programs.common.data import DataName, Partition
+from jax_skipreduce.programs.common.records import write_json
 from jax_skipreduce.programs.demo._settings import (
     DEFAULT_LEARNING_RATES,
     Mode,
@@ -143,5 +143,5 @@ def demo(
     _figure.save_figure(comparison, plot)
     console.print(f"Curves: {plot}", soft_wrap=True)
     if json_path is not None:
-        json_path.write_text(json.dumps(_report.as_json(comparison, devices), indent=1, allow_nan=False) + "\n")
+        write_json(json_path, _report.as_json(comparison, devices))
         console.print(f"Figures: {json_path}", soft_wrap=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -11,6 +10,7 @@ import typer
 
 from jax_skipreduce.programs.common.cli import OUTPUT_FILE, refuse
 from jax_skipreduce.programs.common.data import DataName
+from jax_skipreduce.programs.common.records import write_json
 from jax_skipreduce.programs.tta._settings import DEFAULTS, MAX_STEPS, QUICK_TARGETS, Settings, Size, WorkloadName
 
 _TARGETS = ", ".join(f"{defaults.target:g} for {name}" for name, defaults in DEFAULTS.items())
@@ -207,9 +207,7 @@ def _measure(all_settings: list[Settings], json_path: Path | None, plot_dir: Pat
         reports.append(_results.as_json(results))
         if json_path is not None:
             # After each, so that an hour of measurements does not wait for the next one.
-            from jax_skipreduce.programs.tta._records import finite
-
-            json_path.write_text(json.dumps(finite({"measurements": reports}), indent=1, allow_nan=False) + "\n")
+            write_json(json_path, {"measurements": reports})
     if json_path is not None:
         say(f"Results: {json_path}")
 
