@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_skipreduce._checks.replicas import _fingerprint
+
 AXIS = "data"
 
 _SHARED, _OWN = PartitionSpec(), PartitionSpec(AXIS)
@@ -101,13 +103,8 @@ class Cluster:
 
 
 def _checksum(tree: Any) -> jax.Array:
-    """Of the bits of this worker's arrays: uint32, each element weighted by its place. Wraps around."""
+    """32 bits of this worker's arrays, a uint32 scalar: the fingerprints that replicas are compared by, joined."""
     total = jnp.uint32(0)
-    for number, leaf in enumerate(jax.tree.leaves(tree)):
-        bits = lax.bitcast_convert_type(leaf, jnp.uint32).reshape(-1)
-        # The low bits of round numbers are zeros, which weights alone would leave so.
-        bits = (bits ^ (bits >> 16)) * jnp.uint32(0x9E3779B1)
-        bits = bits ^ (bits >> 15)
-        weights = 2 * lax.iota(jnp.uint32, bits.size) + jnp.uint32(2 * number + 1)
-        total = total * jnp.uint32(31) + jnp.sum(bits * weights, dtype=jnp.uint32)
+    for leaf in jax.tree.leaves(tree):
+        total = total * jnp.uint32(31) + _fingerprint(leaf)
     return lax.pcast(total, AXIS, to="varying")
