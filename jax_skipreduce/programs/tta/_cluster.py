@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_skipreduce._checks.replicas import _fingerprint
+from jax_skipreduce.programs.common.methods import place
 
 AXIS = "data"
 
@@ -53,14 +54,7 @@ class Cluster:
 
     def share(self, tree: Any) -> Any:
         """A pytree of arrays that all processes computed alike, as arrays that all workers hold."""
-        sharding = NamedSharding(self.mesh, _SHARED)
-
-        def share(leaf: Any) -> jax.Array:
-            value = np.asarray(leaf)
-            # A copy per worker: steps may overwrite theirs.
-            return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))
-
-        return jax.tree.map(share, tree)
+        return place(tree, _SHARED, self.mesh)
 
     def barrier(self) -> None:
         """Waits for all workers."""
