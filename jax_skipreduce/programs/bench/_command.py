@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from jax_skipreduce._transform.registry import METHODS
 from jax_skipreduce.programs.bench._settings import (
     Algorithm,
     DType,
@@ -15,6 +16,7 @@ from jax_skipreduce.programs.bench._settings import (
     Settings,
     default_skips,
     parse_choices,
+    parse_names,
     parse_sizes,
     parse_skips,
 )
@@ -45,7 +47,11 @@ def bench(
         ),
     ] = None,
     algo: Annotated[
-        str, typer.Option(help="What skips: ring, of lax.ppermute; native, one call into the native kernels.")
+        str,
+        typer.Option(
+            help="What skips: ring, of lax.ppermute; native, one call into the native kernels. Or a method of the "
+            "library by its name, such as skipreduce, with its defaults: one row."
+        ),
     ] = "ring",
     modes: Annotated[
         str, typer.Option(help="static skips the same slices in every call, random others.")
@@ -89,7 +95,7 @@ def bench(
     limited rate. Exits with 1 if an element is wrong. docs/bench.md says how each number comes about.
     """
     chosen_sizes = _parse("--sizes", parse_sizes, sizes, dtype)
-    algorithms = _parse("--algo", parse_choices, algo, Algorithm)
+    algorithms = _parse("--algo", parse_names, algo, (*(algorithm.value for algorithm in Algorithm), *METHODS))
     chosen_modes = _parse("--modes", parse_choices, modes, Mode)
     all_wires = "bfloat16" if dtype == DType.BFLOAT16 else "float32,bfloat16"
     wires = _parse("--wire", parse_choices, all_wires if wire is None else wire, DType)

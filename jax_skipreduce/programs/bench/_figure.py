@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from jax_skipreduce._topologies.ring import RING
 from jax_skipreduce.programs.bench._rows import Row
-from jax_skipreduce.programs.common.figures import BLUE, RED, make_figure
+from jax_skipreduce.programs.common.figures import BLUE, GREEN, RED, make_figure
 
 _MAX_COLUMNS = 3
 
@@ -62,6 +62,8 @@ def _draw_size(panel: Any, rows: Sequence[Row], num_workers: int) -> None:
     for row in rows:
         if row.algorithm == "psum-bf16":
             panel.axhline(row.speedup, color="#777777", linewidth=1, linestyle=":", label="psum in bfloat16")
+        elif row.is_method:
+            panel.axhline(row.speedup, color=GREEN, linewidth=1, linestyle="--", label=row.algorithm)
     ring = [row for row in rows if row.mode is not None]
     ratios = np.arange(num_workers) / num_workers
     series = list(dict.fromkeys((row.wire_dtype, row.algorithm, row.mode) for row in ring))
