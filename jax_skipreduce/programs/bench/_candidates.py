@@ -67,7 +67,7 @@ def make_candidates(settings: Settings) -> tuple[Candidate, ...]:
         if not is_method(algorithm)
         for wire in settings.wire_dtypes
         for num_skipped in settings.skips
-        for mode in (settings.modes if num_skipped else (Mode.STATIC,))  # one row
+        for mode in (settings.modes if num_skipped else (Mode.STATIC,))  # nothing is skipped: one row
     ]
     by_name = [Candidate(algorithm, settings.dtype) for algorithm in settings.algorithms if is_method(algorithm)]
     return (baseline, *cast, *rings, *by_name)
@@ -101,11 +101,11 @@ def reduction(candidate: Candidate, dtype: DType) -> Reduce:
         return psum
 
     def skipping(message: jax.Array, shift: jax.Array) -> jax.Array:
-        # Random: an operand, new in every call, as skipreduce has it. So one program serves all shifts.
+        # A random shift is an operand, new in every call, as in skipreduce. So one program serves all shifts.
         options: dict[str, Any] = {"shift": shift if candidate.is_shifted else 0}
         options["backend"] = "native" if candidate.algorithm == "native" else "xla"
         if candidate.num_skipped == 0:
-            options["shift"] = -1  # as skipreduce has it: where nothing moves, slices are where they belong
+            options["shift"] = -1  # as in skipreduce: then no slice moves
         if is_cast:
             options["wire_dtype"] = candidate.wire_dtype.value
         return sr.all_reduce(message, AXIS, num_skipped=candidate.num_skipped, normalize=None, **options)

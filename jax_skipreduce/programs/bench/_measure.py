@@ -31,7 +31,7 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Of one candidate, at one size.
+    """What was measured of one candidate, at one size.
 
     Attributes:
       candidate: what was measured.
@@ -184,7 +184,7 @@ class _Stateful:
         self._program, self._state = program, state
 
     def as_text(self) -> str:
-        """Of the program."""
+        """Text of the program."""
         return self._program.as_text()
 
     def __call__(self, message: jax.Array, shift: jax.Array) -> Any:

@@ -28,7 +28,7 @@ class Mode(enum.StrEnum):
 
 
 class DType(enum.StrEnum):
-    """Of the message, or on the wire."""
+    """Dtype of the message, or on the wire."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -41,7 +41,7 @@ class DType(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of one run.
+    """Settings of one run.
 
     Attributes:
       sizes_bytes: of the message that each worker contributes.

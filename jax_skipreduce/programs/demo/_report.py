@@ -69,12 +69,12 @@ class Comparison:
 
     @property
     def share_of_bytes_saved(self) -> float:
-        """Of what full reduction sends."""
+        """Share of the bytes of full reduction that skipping does not send."""
         return 1 - self.skipping.sent_bytes / self.full.sent_bytes
 
     @property
     def share_left_out(self) -> float:
-        """Of its gradient, by each worker in each step."""
+        """Share of its gradient that each worker leaves out in each step."""
         return self.description.num_skipped_elements / self.description.num_elements
 
 

@@ -36,7 +36,7 @@ DEFAULT_LEARNING_RATES = {Optimizer.ADAM: 2e-3, Optimizer.SGD: 5e-2}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of a comparison; both trainings share all that does not belong to skipping.
+    """Settings of a comparison. Both trainings share all that does not belong to skipping.
 
     Attributes:
       skip_ratio, mode, normalize: arguments of `skipreduce`.

@@ -73,7 +73,7 @@ class Run:
 
     @property
     def final_accuracy(self) -> float:
-        """Of the last evaluation."""
+        """Accuracy in the last evaluation."""
         return self.accuracies[-1]
 
 

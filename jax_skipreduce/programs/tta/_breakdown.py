@@ -76,7 +76,7 @@ def _structure(tree: Any) -> Hashable:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Of a step, in seconds; medians, so that noise may make a small one negative."""
+    """Parts of a step, in seconds. They are medians, so noise may make a small one negative."""
 
     compute: float
     communication: float
@@ -89,7 +89,7 @@ class Parts:
 
     @property
     def share_of_communication(self) -> float:
-        """Of the step."""
+        """Share of the step that is exposed communication."""
         return self.communication / self.step
 
 

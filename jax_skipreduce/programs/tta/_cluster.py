@@ -70,7 +70,7 @@ class Cluster:
         return self.gather(lambda _: values)[0]
 
     def checksum(self, tree: Any) -> str:
-        """Of the bits of a pytree that all workers hold.
+        """Checksum of the bits of a pytree that all workers hold.
 
         Raises:
           RuntimeError: workers hold different bits.
@@ -78,7 +78,7 @@ class Cluster:
         return self._same(np.asarray(self._gather(self._checksums(tree))), "the replicas of the parameters")
 
     def checksum_of_own(self, rows_of: Callable[[int], np.ndarray]) -> str:
-        """Of what each worker holds for itself."""
+        """Checksum of what each worker holds for itself."""
         sums = self.gather_bits(lambda rank: zlib.crc32(np.ascontiguousarray(rows_of(rank)).tobytes()))
         return f"{zlib.crc32(sums.tobytes()):08x}"
 

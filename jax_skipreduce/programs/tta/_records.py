@@ -23,7 +23,7 @@ from jax_skipreduce.programs.tta._settings import Settings
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Of the test examples.
+    """Scores on the test examples.
 
     Attributes:
       step: after so many steps.
@@ -99,7 +99,7 @@ class Measurement:
 
     @property
     def settings(self) -> Settings:
-        """Of the first session; methods and seeds are those that there are runs of."""
+        """Settings of the first start. Methods and seeds are those that there are runs of."""
         return Settings.from_json(json.dumps(self.header["settings"]))
 
     @property

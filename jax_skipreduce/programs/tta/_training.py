@@ -38,7 +38,7 @@ _SHARED, _OWN = PartitionSpec(), PartitionSpec(AXIS)
 
 
 class State(NamedTuple):
-    """Of a training.
+    """State of a training.
 
     Attributes:
       params, opt_state: as in optax.

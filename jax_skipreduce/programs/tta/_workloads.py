@@ -22,7 +22,7 @@ from jax_skipreduce.programs.tta._vgg import VGG
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Of a training.
+    """What a training learns.
 
     Attributes:
       model: a network.
