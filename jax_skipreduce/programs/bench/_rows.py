@@ -25,7 +25,7 @@ class Row:
       size_bytes: of the message of one worker.
       count: its elements.
       dtype: of these.
-      redop: what is done with them.
+      redop: what is done with them: sum, or mean for a method of the library.
       algorithm: psum, psum-bf16 (cast, psum, cast back), ring, native, or the name of a method of the library.
       num_skipped: k.
       skip_ratio: k / N.
@@ -107,7 +107,7 @@ def make_rows(size_bytes: int, dtype: DType, num_workers: int, measurements: Seq
                 size_bytes=size_bytes,
                 count=count,
                 dtype=dtype.value,
-                redop=REDOP,
+                redop="mean" if candidate.is_method else REDOP,
                 algorithm=candidate.algorithm,
                 num_skipped=candidate.num_skipped,
                 skip_ratio=candidate.num_skipped / num_workers,
