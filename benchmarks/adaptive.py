@@ -21,8 +21,7 @@ import optax
 from jax import lax
 
 import jax_skipreduce as sr
-from jax_skipreduce.programs.demo._data import load, partition
-from jax_skipreduce.programs.demo._settings import DataName, Partition
+from jax_skipreduce.programs.common.data import DataName, Partition, load, partition
 
 N = 8
 MOST_SKIPPED = 6

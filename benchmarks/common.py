@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-import jax_skipreduce
+from jax_skipreduce.programs.common.machine import cpu_name, versions
 
 
 def use_cpu_devices(num_devices: int) -> None:
@@ -23,17 +22,7 @@ def use_cpu_devices(num_devices: int) -> None:
 
 def machine() -> dict[str, Any]:
     """What the figures depend on."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jax_skipreduce": jax_skipreduce.__version__,
-    }
+    return {"cpu": cpu_name(), "cores": os.cpu_count(), **versions("jax")}
 
 
 def interleaved(candidates: dict[str, Callable[[], Any]], num_rounds: int) -> dict[str, np.ndarray]:

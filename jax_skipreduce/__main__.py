@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import jax_skipreduce
+
 # The extra that installs what a subcommand needs, by the name under which that is imported.
 _EXTRAS = {"flax": "demo", "matplotlib": "demo", "rdata": "lab", "rich": "demo", "sklearn": "demo", "typer": "demo"}
 
@@ -20,9 +22,18 @@ def make_app() -> Any:
 
     app = typer.Typer(no_args_is_help=True, add_completion=False)
 
+    def print_version(is_asked: bool) -> None:
+        if is_asked:
+            typer.echo(jax_skipreduce.__version__)
+            raise typer.Exit
+
+    version_option: bool = typer.Option(
+        False, "--version", help="Print the version.", callback=print_version, is_eager=True
+    )
+
     # With a callback the program keeps its subcommand even where there is only one.
     @app.callback()
-    def skipreduce() -> None:
+    def skipreduce(version: bool = version_option) -> None:
         """Data-parallel training in JAX over slow links, with an all-reduce that skips steps."""
 
     app.command()(demo)

@@ -4,8 +4,16 @@ import os
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
+import jax_skipreduce as sr
+from jax_skipreduce.__main__ import make_app
 from jax_skipreduce.programs.common import cli as _cli
+
+
+def test_the_version():
+    result = CliRunner().invoke(make_app(), ["--version"])
+    assert (result.exit_code, result.output.strip()) == (0, sr.__version__)
 
 
 def test_a_file_that_can_be_written(tmp_path):

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce._checks.replicas import _difference, _fingerprint
+from jax_skipreduce._checks.replicas import _difference, fingerprint
 from tests.helpers import RUNNERS, data_mesh, each_worker, normal
 
 
@@ -66,23 +66,23 @@ def test_every_dtype(name):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=12), st.integers(0, 11), st.integers(0, 31), st.data())
-def test_one_bit_or_two_words_in_other_places_change_the_fingerprint(words, place, bit, data):
+def test_one_bit_or_two_words_in_other_places_change_thefingerprint(words, place, bit, data):
     values = np.array(words, np.uint32)
-    before = int(_fingerprint(jnp.asarray(values)))
+    before = int(fingerprint(jnp.asarray(values)))
     flipped = values.copy()
     flipped[place % len(words)] ^= np.uint32(1 << bit)
-    assert int(_fingerprint(jnp.asarray(flipped))) != before
+    assert int(fingerprint(jnp.asarray(flipped))) != before
     i, j = (data.draw(st.integers(0, len(words) - 1)) for _ in range(2))
     swapped = values.copy()
     swapped[[i, j]] = swapped[[j, i]]
-    assert (int(_fingerprint(jnp.asarray(swapped))) != before) == (values[i] != values[j])
+    assert (int(fingerprint(jnp.asarray(swapped))) != before) == (values[i] != values[j])
 
 
 def test_zeros_of_either_sign_and_nan_count_by_their_bits():
-    zero, minus = _fingerprint(jnp.zeros(1)), _fingerprint(-jnp.zeros(1))
+    zero, minus = fingerprint(jnp.zeros(1)), fingerprint(-jnp.zeros(1))
     assert int(zero) != int(minus)
     nan = jnp.full(3, jnp.nan)
-    assert int(_fingerprint(nan)) == int(_fingerprint(nan))
+    assert int(fingerprint(nan)) == int(fingerprint(nan))
 
 
 def test_without_a_majority_all_are_named():

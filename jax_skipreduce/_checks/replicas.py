@@ -81,7 +81,7 @@ def check_replicas_when(condition: bool | jax.Array, tree: Any, axis_name: AxisN
             raise RuntimeError(found[0])
 
     def gathered(leaves: list[jax.Array]) -> jax.Array:
-        table = Channel(group).gather(jnp.stack([_fingerprint(group.local(leaf)) for leaf in leaves]))
+        table = Channel(group).gather(jnp.stack([fingerprint(group.local(leaf)) for leaf in leaves]))
         if not others:
             return table[None]
         # All devices have to go on, or none: a device that went on alone would wait in its next collective.
@@ -102,7 +102,7 @@ def check_replicas_when(condition: bool | jax.Array, tree: Any, axis_name: AxisN
         lax.cond(condition, lambda: compare(leaves), lambda: None)
 
 
-def _fingerprint(x: jax.Array) -> jax.Array:
+def fingerprint(x: jax.Array) -> jax.Array:
     """A uint32 scalar that depends on every bit of `x` and on the place of the bit."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)

@@ -14,7 +14,10 @@ from typer.testing import CliRunner
 
 import jax_skipreduce as sr
 from jax_skipreduce.__main__ import make_app
+from jax_skipreduce._transform.registry import METHODS, register
 from jax_skipreduce.programs.bench import _candidates, _measure
+from jax_skipreduce.programs.common import methods
+from tests.toys import HalvesMethod
 
 SMALL = ("--workers", "4", "--sizes", "4K", "--rounds", "2", "--warmup", "0", "--skip", "0,2", "--wire", "float32")
 
@@ -119,6 +122,34 @@ def test_bfloat16_messages_one_mode_and_no_check():
     assert "times_us" not in ring
     assert "N/A" in output
     assert "not checked" in output
+
+
+def test_a_compressor_by_its_name():
+    register(HalvesMethod)
+    try:
+        code, output = run(*SMALL, "--algo", "ring,halves,skipreduce", "--json", "numbers.json", "--plot", "speed.png")
+    finally:
+        del METHODS[HalvesMethod.name]
+    assert code == 0, output
+    rows = json.loads(Path("numbers.json").read_text())["rows"]
+    assert [row["algorithm"] for row in rows] == ["psum", *["ring"] * 3, "halves", "skipreduce"]
+    assert [row["num_wrong"] for row in rows] == [0, 0, 0, 0, None, None]
+    # 1024 elements: half of them in slices of 128, in 6 steps; and slices of 256 in 4 of 6 steps.
+    assert [row["wire_bytes"] for row in rows[4:]] == [6 * 128 * 4, 4 * 256 * 4]
+    assert [row["theoretical_speedup"] for row in rows[4:]] == [2, 1.5]
+    assert {row["wire_dtype"] for row in rows} == {"float32"}
+    assert "# Wrong elements: 0 OK" in output
+    assert "# No exact sum, so not checked: halves, skipreduce" in output
+    halves = lines_of(output)[4]
+    assert (*halves[3:7], halves[13]) == ("mean", "halves", "-", "-", "N/A")
+
+
+def test_the_state_of_a_compressor_is_made_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(methods, "init", lambda *args, init=methods.init: made.append(args) or init(*args))
+    code, output = run(*SMALL, "--algo", "skipreduce")
+    assert code == 0, output
+    assert len(made) == 1
 
 
 def test_wrong_elements_are_reported_and_end_with_1(monkeypatch):

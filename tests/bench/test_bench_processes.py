@@ -25,6 +25,16 @@ main()
 """
 
 
+KNOWS_ANOTHER_METHOD = """
+from jax_skipreduce.__main__ import main
+from jax_skipreduce._transform.registry import register
+from tests.toys import HalvesMethod
+
+register(HalvesMethod)
+main()
+"""
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -88,6 +98,15 @@ def test_what_is_wrong_on_one_process_ends_both(tmp_path):
     # 1024 elements of both candidates, and nothing on process 0.
     assert "# Wrong elements: 2048 FAILED, in 2 of 2 rows" in first
     assert second == ""
+
+
+def test_a_method_with_state_on_two_processes(tmp_path):
+    options = ("--sizes", "4K", "--rounds", "1", "--warmup", "0", "--algo", "halves", "--json", "numbers.json")
+    codes, ((first, errors), _) = run_both(tmp_path, *options, program=("-c", KNOWS_ANOTHER_METHOD))
+    assert codes == [0, 0], errors
+    assert "# No exact sum, so not checked: halves" in first
+    row = json.loads((tmp_path / "numbers.json").read_text())["rows"][-1]
+    assert (row["algorithm"], row["wire_bytes"], row["num_wrong"]) == ("halves", 2 * 256 * 4, None)
 
 
 def test_one_of_two_processes_says_what_is_refused(tmp_path):

@@ -5,7 +5,8 @@ import statistics
 import jax
 import pytest
 
-from jax_skipreduce.programs.demo import _data, _settings, _training
+from jax_skipreduce.programs.common import data
+from jax_skipreduce.programs.demo import _settings, _training
 
 pytestmark = pytest.mark.promotes
 
@@ -21,12 +22,12 @@ def final_accuracies(seeds, **changes):
         "batch_size": 16,
         "optimizer": _settings.Optimizer.ADAM,
         "learning_rate": 2e-3,
-        "partition": _settings.Partition.IID,
-        "data": _settings.DataName.DIGITS,
+        "partition": data.Partition.IID,
+        "data": data.DataName.DIGITS,
         "seeds": tuple(seeds),
     }
     chosen = _settings.Settings(**{**values, **changes})
-    trainer = _training.Trainer(chosen, _data.load(chosen.data), jax.devices("cpu")[:8])
+    trainer = _training.Trainer(chosen, data.load(chosen.data), jax.devices("cpu")[:8])
 
     def train(reduction, seed):
         return trainer.run(reduction, seed, lambda step, loss, accuracy: None).final_accuracy
@@ -42,7 +43,7 @@ def test_half_skipped_is_within_a_point_of_full_reduction():
 
 
 def test_what_stays_in_place_costs_accuracy_where_workers_see_few_classes():
-    changes = {"partition": _settings.Partition.BY_CLASS, "optimizer": _settings.Optimizer.SGD, "learning_rate": 0.05}
+    changes = {"partition": data.Partition.BY_CLASS, "optimizer": _settings.Optimizer.SGD, "learning_rate": 0.05}
     full, moving = final_accuracies([100], **changes)
     _, static = final_accuracies([100], **changes, mode=_settings.Mode.STATIC)
     assert moving[0] > full[0] - 0.03

@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 import jax_skipreduce as sr
 from jax_skipreduce.__main__ import make_app
-from jax_skipreduce.programs.demo import _data, _figure, _report, _settings, _training
+from jax_skipreduce.programs.common import data
+from jax_skipreduce.programs.common.records import write_json
+from jax_skipreduce.programs.demo import _figure, _report, _settings, _training
 
 pytestmark = pytest.mark.promotes
 
@@ -44,8 +46,8 @@ def settings(**changes):
         "batch_size": 4,
         "optimizer": _settings.Optimizer.ADAM,
         "learning_rate": 2e-3,
-        "partition": _settings.Partition.IID,
-        "data": _settings.DataName.DIGITS,
+        "partition": data.Partition.IID,
+        "data": data.DataName.DIGITS,
         "seeds": (0,),
     }
     return _settings.Settings(**(values | changes))
@@ -58,7 +60,7 @@ def test_writes_table_picture_and_figures(tmp_path):
     assert Path("skipreduce-demo.png").read_bytes().startswith(b"\x89PNG")
 
     model = _training.SmallCNN()
-    images = _data.load(_settings.DataName.DIGITS).train_images[:1]
+    images = data.load(data.DataName.DIGITS).train_images[:1]
     params = jax.eval_shape(model.init, jax.random.key(0), images)
     described = sr.describe(params, 8, skip_ratio=0.5)
     assert figures["per_step"]["num_skipped"] == described.num_skipped == 4
@@ -96,7 +98,7 @@ def test_writes_table_picture_and_figures(tmp_path):
 
 def losses_and_accuracies(chosen, *reductions, seed=0):
     """Of one training per reduction, all with the same seed."""
-    trainer = _training.Trainer(chosen, _data.load(chosen.data), jax.devices("cpu")[: chosen.num_workers])
+    trainer = _training.Trainer(chosen, data.load(chosen.data), jax.devices("cpu")[: chosen.num_workers])
     runs = [trainer.run(reduction, seed, lambda step, loss, accuracy: None) for reduction in reductions]
     return [(run.losses, run.accuracies) for run in runs]
 
@@ -148,7 +150,8 @@ def test_a_training_that_diverges_is_reported(tmp_path):
     diverged = _training.Run(0, (2.3, float("inf"), float("nan")), (1, 2, 3), (0.1, 0.1, 0.1), 1.0)
     described = sr.describe({"kernel": jax.numpy.zeros((64, 64))}, 8)
     comparison = _report.Comparison(settings(num_steps=3), described, [diverged], [diverged])
-    figures = json.loads(json.dumps(_report.as_json(comparison, jax.devices("cpu")), allow_nan=False))
+    write_json(tmp_path / "figures", _report.as_json(comparison, jax.devices("cpu")))
+    figures = json.loads((tmp_path / "figures").read_text())
     assert figures["skipping"]["final_training_loss"] is None
     assert figures["skipping"]["runs"][0]["curves"]["training_loss"] == [2.3, None, None]
     assert _report.table(comparison).row_count > 0
@@ -231,7 +234,7 @@ def test_sets_up_its_own_workers(tmp_path):
 
 def test_keeps_the_number_of_devices_that_the_user_set():
     code = (
-        "import os, jax; from jax_skipreduce.programs.demo._workers import find_workers; "
+        "import os, jax; from jax_skipreduce.programs.common.devices import find_workers; "
         "print(len(find_workers(8)), jax.device_count(), os.environ['NPROC'])"
     )
     result = started(code, JAX_PLATFORMS="cpu", NPROC="7", XLA_FLAGS="--xla_force_host_platform_device_count=4")

@@ -6,9 +6,8 @@ import struct
 import numpy as np
 import pytest
 
-from jax_skipreduce.programs.demo._data import load, partition
-from jax_skipreduce.programs.demo._settings import DataName, Partition
-from jax_skipreduce.programs.demo._training import local_batches
+from jax_skipreduce.programs.common.batches import local_batches
+from jax_skipreduce.programs.common.data import DataName, Partition, load, partition
 
 IMAGES = {"train": 24, "t10k": 8}
 

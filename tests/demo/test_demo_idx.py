@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from jax_skipreduce.programs.demo._idx import read_idx
+from jax_skipreduce.programs.common.idx import read_idx
 
 
 def idx_bytes(array):

@@ -25,7 +25,8 @@ def in_a_lab(monkeypatch):
 
 
 def test_public_names():
-    assert sorted(netlab.__all__) == ["LabError", "initialize", "is_worker", "run", "unavailable"]
+    names = ["LabError", "dry_run", "initialize", "is_worker", "read_environment", "run", "unavailable"]
+    assert sorted(netlab.__all__) == names
     assert all(hasattr(netlab, name) for name in netlab.__all__)
 
 

@@ -7,6 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
+from jax_skipreduce.programs.common.records import finite
 from jax_skipreduce.programs.tta import _figures, _records, _report, _results
 from jax_skipreduce.programs.tta._breakdown import break_down
 from jax_skipreduce.programs.tta._records import Evaluation, Measurement, Run, Timings
@@ -135,7 +136,7 @@ def no_lab_settings(measurement):
 
 
 def test_json_has_everything(measurement):
-    report = json.loads(json.dumps(_records.finite(_results.as_json(_results.evaluate(measurement, 0.35)))))
+    report = json.loads(json.dumps(finite(_results.as_json(_results.evaluate(measurement, 0.35)))))
     assert report["methods"]["skip-50"]["seeds"][1]["seconds_to_target"] is None
     assert report["methods"]["skip-75"]["median_speedup"] == pytest.approx(4.5)
     assert report["breakdown"]["psum"]["share_of_communication"] == pytest.approx(0.98 / 1.1)

@@ -10,10 +10,12 @@ import optax
 import pytest
 from jax import lax
 
+from jax_skipreduce._transform.registry import METHODS, register
 from jax_skipreduce.programs.tta import _breakdown, _campaign, _methods, _records, _workloads
 from jax_skipreduce.programs.tta._cluster import AXIS, Cluster
 from jax_skipreduce.programs.tta._training import Trainer
 from jax_skipreduce.programs.tta._vgg import VGG
+from tests.toys import HalvesMethod
 from tests.tta.settings import make_settings
 
 pytestmark = pytest.mark.promotes
@@ -159,6 +161,38 @@ def test_what_goes_over_the_wire_all_the_same_is_noticed(tmp_path, cluster, regi
     state, (batches, _) = trainer.start("hidden", 0), trainer.batches(0)
     with pytest.raises(RuntimeError, match="the method 'hidden' still has all-reduce"):
         trainer.program("hidden", "local", state, batches)
+
+
+@pytest.fixture
+def halves():
+    """A compressor with state per worker, which the library knows by its name alone."""
+    register(HalvesMethod)
+    yield HalvesMethod.name
+    del METHODS[HalvesMethod.name]
+
+
+def test_a_compressor_with_state_is_trained_by_name(tmp_path, cluster, halves):
+    settings = make_settings(tmp_path, methods=("psum", halves))
+    trainer = make_trainer(settings, cluster)
+    psum, run, again = (trainer.run(name, 0, 0) for name in ("psum", halves, halves))
+    assert run.initial_checksum == psum.initial_checksum
+    assert run.final_checksum == again.final_checksum != psum.final_checksum
+    state, (batches, _) = trainer.start(halves, 0), trainer.batches(0)
+    after = trainer.program(halves, "step", state, batches)(state, batches)
+    kept = [entry for entry in after.opt_state[0].per_worker if entry is not None]
+    assert kept
+    for entry in kept:
+        rows = np.asarray(entry["rest"])
+        assert rows.shape[0] == 4
+        assert not (rows[0] == rows[1]).all()  # each worker keeps its own
+    timings = _breakdown.measure(trainer, settings.methods, 1)
+    assert set(timings.local) == {"psum", halves}
+
+
+def test_methods_of_the_library_are_found_by_name(halves):
+    assert _methods.find("skipreduce").name == "skipreduce"
+    with pytest.raises(ValueError, match=r"there are psum, .*skipreduce, halves"):
+        _methods.find("quarters")
 
 
 def test_break_down(tmp_path, cluster):

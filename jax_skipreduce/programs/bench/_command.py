@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from jax_skipreduce._transform.registry import METHODS
 from jax_skipreduce.programs.bench._settings import (
     Algorithm,
     DType,
@@ -16,10 +16,12 @@ from jax_skipreduce.programs.bench._settings import (
     Settings,
     default_skips,
     parse_choices,
+    parse_names,
     parse_sizes,
     parse_skips,
 )
 from jax_skipreduce.programs.common.cli import OUTPUT_FILE, check_png, refuse
+from jax_skipreduce.programs.common.records import write_json
 
 Value = TypeVar("Value")
 
@@ -45,7 +47,11 @@ def bench(
         ),
     ] = None,
     algo: Annotated[
-        str, typer.Option(help="What skips: ring, of lax.ppermute; native, one call into the native kernels.")
+        str,
+        typer.Option(
+            help="What skips: ring, of lax.ppermute; native, one call into the native kernels. Or a method of the "
+            "library by its name, such as skipreduce, with its defaults: one row."
+        ),
     ] = "ring",
     modes: Annotated[
         str, typer.Option(help="static skips the same slices in every call, random others.")
@@ -89,7 +95,7 @@ def bench(
     limited rate. Exits with 1 if an element is wrong. docs/bench.md says how each number comes about.
     """
     chosen_sizes = _parse("--sizes", parse_sizes, sizes, dtype)
-    algorithms = _parse("--algo", parse_choices, algo, Algorithm)
+    algorithms = _parse("--algo", parse_names, algo, (*(algorithm.value for algorithm in Algorithm), *METHODS))
     chosen_modes = _parse("--modes", parse_choices, modes, Mode)
     all_wires = "bfloat16" if dtype == DType.BFLOAT16 else "float32,bfloat16"
     wires = _parse("--wire", parse_choices, all_wires if wire is None else wire, DType)
@@ -150,8 +156,7 @@ def bench(
         rows += of_size
     _echo(*_table.closing(rows))
     if _is_first() and json_path is not None:
-        report = _report.as_json(settings, machine, rows, raw)
-        json_path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+        write_json(json_path, _report.as_json(settings, machine, rows, raw))
         _echo(f"# Numbers: {json_path}")
     if _is_first() and plot is not None:
         title = f"all-reduce of {num_workers} workers, {dtype.value}, {machine['platform']}"

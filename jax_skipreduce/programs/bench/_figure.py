@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from jax_skipreduce._topologies.ring import RING
 from jax_skipreduce.programs.bench._rows import Row
+from jax_skipreduce.programs.common.figures import BLUE, GREEN, RED, make_figure
 
 _MAX_COLUMNS = 3
 
 # Told apart without colour vision, too. The rest of the look says static or random.
-_WIRE_COLORS = {"float32": "#0072B2", "bfloat16": "#D55E00"}
+_WIRE_COLORS = {"float32": BLUE, "bfloat16": RED}
 _MARKERS = {"ring static": "s", "ring random": "o", "native static": "D", "native random": "^"}
 
 
@@ -35,9 +35,7 @@ def draw(rows: Sequence[Row], num_workers: int, title: str) -> Figure:
     sizes = list(dict.fromkeys(row.size_bytes for row in rows))
     num_columns = min(len(sizes), _MAX_COLUMNS)
     num_lines = math.ceil(len(sizes) / num_columns)
-    # No pyplot: it would choose a backend for the whole process.
-    figure = Figure(figsize=(1.2 + 4.4 * num_columns, 1.6 + 3.6 * num_lines), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(1.2 + 4.4 * num_columns, 1.6 + 3.6 * num_lines)
     panels = figure.subplots(num_lines, num_columns, squeeze=False, sharex=True, sharey=True)
     for panel, size_bytes in zip(panels.flat, sizes, strict=False):
         _draw_size(panel, [row for row in rows if row.size_bytes == size_bytes], num_workers)
@@ -64,14 +62,16 @@ def _draw_size(panel: Any, rows: Sequence[Row], num_workers: int) -> None:
     for row in rows:
         if row.algorithm == "psum-bf16":
             panel.axhline(row.speedup, color="#777777", linewidth=1, linestyle=":", label="psum in bfloat16")
+        elif row.is_method:
+            panel.axhline(row.speedup, color=GREEN, linewidth=1, linestyle="--", label=row.algorithm)
     ring = [row for row in rows if row.mode is not None]
     ratios = np.arange(num_workers) / num_workers
     series = list(dict.fromkeys((row.wire_dtype, row.algorithm, row.mode) for row in ring))
     for wire_dtype in dict.fromkeys(wire_dtype for wire_dtype, _, _ in series):
         first = next(row for row in ring if row.wire_dtype == wire_dtype)
-        # The bytes of all k are those of one of them, times the ratio of their steps.
-        steps = np.array([RING.num_steps(num_workers, k) for k in range(num_workers)])
-        theory = first.theoretical_speedup * RING.num_steps(num_workers, first.num_skipped) / steps
+        # The bytes of all k are those of one of them, times the ratio of their slices.
+        slices = np.array([RING.slices_sent(num_workers, k) for k in range(num_workers)])
+        theory = first.theoretical_speedup * RING.slices_sent(num_workers, first.num_skipped) / slices
         panel.plot(ratios, theory, color=_WIRE_COLORS[wire_dtype], linewidth=1.2, label=f"theory, {wire_dtype} wire")
     for number, (wire_dtype, algorithm, mode) in enumerate(series):
         points = [row for row in ring if (row.wire_dtype, row.algorithm, row.mode) == (wire_dtype, algorithm, mode)]

@@ -13,9 +13,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+import jax_skipreduce as sr
 from jax_skipreduce.programs.bench import _check, _workers
-from jax_skipreduce.programs.bench._candidates import AXIS, Candidate, Reduce, reduction
+from jax_skipreduce.programs.bench._candidates import AXIS, Candidate, Reduce, method, reduction
 from jax_skipreduce.programs.bench._settings import DType, Settings
+from jax_skipreduce.programs.common import methods
 
 # Shifts at which a candidate with a random one is checked: more would take longer than the timing.
 _MAX_CHECKED_SHIFTS = 4
@@ -29,14 +31,14 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Of one candidate, at one size.
+    """What was measured of one candidate, at one size.
 
     Attributes:
       candidate: what was measured.
       wire_dtype: what travels. For psum: the dtype of the all-reduce in XLA's program, if it shows one.
       seconds: of each round, shape (num_rounds,): of the slowest process.
       num_wrong: elements that are not what they have to be, over all workers and all results that were
-        checked; None if none was.
+        checked; None if none was, as for methods of the library, whose results are no exact sums.
     """
 
     candidate: Candidate
@@ -79,16 +81,25 @@ class Bench:
         runs, wire_dtypes, num_wrong = [], [], []
         for number, candidate in enumerate(self._candidates):
             on_progress(f"compiling {number + 1} of {len(self._candidates)}, {candidate.name}", 0, num_calls)
-            run = self.compile(reduction(candidate, settings.dtype), message)
+            if candidate.is_method:
+                run = self.compile_method(candidate, message, num_elements)
+            else:
+                run = self.compile(reduction(candidate, settings.dtype), message)
             runs.append(run)
             wire_dtypes.append(_wire_dtype(candidate, run.as_text()))
             if settings.is_checked:
-                num_wrong.append(self._count_wrong(run, candidate, message, num_elements, rng))
+                num_wrong.append(
+                    0 if candidate.is_method else self._count_wrong(run, candidate, message, num_elements, rng)
+                )
         seconds = self._time(runs, message, rng, lambda done: on_progress("timing", done, num_calls))
         slowest = _workers.gather(seconds).max(axis=0)
         wrong: list[int | None] = [None] * len(runs)
         if settings.is_checked:
-            wrong = _workers.gather(np.asarray(num_wrong, np.int64)).sum(axis=0).tolist()
+            counts = _workers.gather(np.asarray(num_wrong, np.int64)).sum(axis=0).tolist()
+            wrong = [
+                None if candidate.is_method else count
+                for candidate, count in zip(self._candidates, counts, strict=True)
+            ]
         return [Measurement(*one) for one in zip(self._candidates, wire_dtypes, slowest, wrong, strict=True)]
 
     def compile(self, reduce: Reduce, message: jax.Array) -> Any:
@@ -97,6 +108,18 @@ class Bench:
         mapped = jax.shard_map(reduce, mesh=self._mesh, in_specs=specs, out_specs=PartitionSpec())
         # Nothing is donated, because all candidates share one message.
         return jax.jit(mapped).lower(message, self._shifts[0]).compile()
+
+    def compile_method(self, candidate: Candidate, message: jax.Array, num_elements: int) -> _Stateful:
+        """The program of a method of the library, with its state before the first call."""
+        tx = method(candidate).transform()
+        params = jax.ShapeDtypeStruct((num_elements,), message.dtype)
+        state = methods.init(tx, params, self._mesh)
+        specs = sr.state_specs(state, AXIS)
+        state = methods.place(state, specs, self._mesh)
+        mapped = jax.shard_map(
+            tx.update, mesh=self._mesh, in_specs=(PartitionSpec(AXIS), specs), out_specs=(PartitionSpec(), specs)
+        )
+        return _Stateful(jax.jit(mapped).lower(message, state).compile(), state)
 
     def _make_message(self, num_elements: int) -> jax.Array:
         """The messages of all workers, end to end, each on its own device."""
@@ -154,8 +177,26 @@ class Bench:
         return seconds[:, num_warmup:]
 
 
+class _Stateful:
+    """A compiled program of (message, state), called like those of (message, shift). It goes on from its last state."""
+
+    def __init__(self, program: Any, state: Any) -> None:
+        self._program, self._state = program, state
+
+    def as_text(self) -> str:
+        """Text of the program."""
+        return self._program.as_text()
+
+    def __call__(self, message: jax.Array, shift: jax.Array) -> Any:
+        """The mean, and the state after it."""
+        del shift
+        mean, self._state = self._program(message, self._state)
+        return mean, self._state
+
+
 def _wire_dtype(candidate: Candidate, program: str) -> DType:
     """What travels: for psum XLA's choice, which widens bfloat16 on some backends."""
     # A backend may have its own way to write an all-reduce; then what was asked for is all that is known.
-    found = _ALL_REDUCE.search(program) if candidate.mode is None else None
+    is_psum = candidate.mode is None and not candidate.is_method
+    found = _ALL_REDUCE.search(program) if is_psum else None
     return candidate.wire_dtype if found is None else _HLO_DTYPES[found[1]]

@@ -8,15 +8,13 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 
-import jax_skipreduce
 from jax_skipreduce.programs.bench._rows import Row
 from jax_skipreduce.programs.bench._settings import Settings
+from jax_skipreduce.programs.common.machine import cpu_name, versions
 
 
 def machine(devices: Sequence[Any]) -> dict[str, Any]:
@@ -26,15 +24,10 @@ def machine(devices: Sequence[Any]) -> dict[str, Any]:
         "num_processes": jax.process_count(),
         "platform": devices[0].platform,
         "device_kind": devices[0].device_kind,
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.release()}",
-        "versions": {
-            "jax_skipreduce": jax_skipreduce.__version__,
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.version.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions("jax", "jaxlib"),
     }
 
 
@@ -51,12 +44,3 @@ def as_json(settings: Settings, machine: dict[str, Any], rows: Sequence[Row], wi
         "settings": dataclasses.asdict(settings),
         "rows": [row.as_json(with_times) for row in rows],
     }
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())

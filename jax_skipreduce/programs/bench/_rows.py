@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jax_skipreduce._topologies.ring import RING
+from jax_skipreduce.programs.bench._candidates import is_method, method
 from jax_skipreduce.programs.bench._measure import Measurement
 from jax_skipreduce.programs.bench._settings import DType
 
@@ -23,13 +25,13 @@ class Row:
       size_bytes: of the message of one worker.
       count: its elements.
       dtype: of these.
-      redop: what is done with them.
-      algorithm: psum, psum-bf16 (cast, psum, cast back), ring or native.
+      redop: what is done with them: sum, or mean for a method of the library.
+      algorithm: psum, psum-bf16 (cast, psum, cast back), ring, native, or the name of a method of the library.
       num_skipped: k.
       skip_ratio: k / N.
-      mode: of what skips; None for psum.
+      mode: of what skips; None for psum, and for a method of the library.
       wire_dtype: what travels.
-      wire_bytes: that one worker sends, by the schedule of the ring.
+      wire_bytes: that one worker sends, by the schedule of the ring, or as the method describes it.
       p50_us, p99_us: of the time of one call, over the rounds.
       algbw_gbps: size_bytes over the median time, in 10^9 bytes per second.
       busbw_gbps: wire_bytes over the median time, in 10^9 bytes per second.
@@ -63,6 +65,11 @@ class Row:
     efficiency: float
     times_us: tuple[float, ...]
 
+    @property
+    def is_method(self) -> bool:
+        """Whether it is of a method of the library, whose result is no exact sum."""
+        return is_method(self.algorithm)
+
     def as_json(self, with_times: bool) -> dict[str, Any]:
         """The row as a record. Times of single rounds are many, so they are optional."""
         record = dataclasses.asdict(self)
@@ -71,9 +78,9 @@ class Row:
 
 
 def wire_bytes(count: int, num_workers: int, num_skipped: int, wire_dtype: DType) -> int:
-    """Bytes that each worker sends: one slice per step of the ring."""
+    """Bytes that each worker sends, by the schedule of the ring."""
     slice_size = -(-count // num_workers)
-    return RING.num_steps(num_workers, num_skipped) * slice_size * wire_dtype.itemsize
+    return RING.slices_sent(num_workers, num_skipped) * slice_size * wire_dtype.itemsize
 
 
 def make_rows(size_bytes: int, dtype: DType, num_workers: int, measurements: Sequence[Measurement]) -> list[Row]:
@@ -84,7 +91,13 @@ def make_rows(size_bytes: int, dtype: DType, num_workers: int, measurements: Seq
     rows = []
     for measurement in measurements:
         candidate, seconds = measurement.candidate, measurement.seconds
-        sent_bytes = wire_bytes(count, num_workers, candidate.num_skipped, measurement.wire_dtype)
+        wire_dtype = measurement.wire_dtype.value
+        if candidate.is_method:
+            description = method(candidate).describe(jax.ShapeDtypeStruct((count,), dtype.value), num_workers)
+            (leaf,) = description.leaves
+            sent_bytes, wire_dtype = leaf.wire_bytes, leaf.wire_dtype
+        else:
+            sent_bytes = wire_bytes(count, num_workers, candidate.num_skipped, measurement.wire_dtype)
         p50, p99 = np.percentile(seconds, [50, 99]).tolist()
         # Within a round, so that what slows down a whole round slows down both.
         low, speedup, high = np.percentile(baseline.seconds / seconds, [10, 50, 90]).tolist()
@@ -94,12 +107,12 @@ def make_rows(size_bytes: int, dtype: DType, num_workers: int, measurements: Seq
                 size_bytes=size_bytes,
                 count=count,
                 dtype=dtype.value,
-                redop=REDOP,
+                redop="mean" if candidate.is_method else REDOP,
                 algorithm=candidate.algorithm,
                 num_skipped=candidate.num_skipped,
                 skip_ratio=candidate.num_skipped / num_workers,
                 mode=None if candidate.mode is None else candidate.mode.value,
-                wire_dtype=measurement.wire_dtype.value,
+                wire_dtype=wire_dtype,
                 wire_bytes=sent_bytes,
                 p50_us=p50 * 1e6,
                 p99_us=p99 * 1e6,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
+from collections.abc import Sequence
 from typing import TypeVar
 
 Choice = TypeVar("Choice", bound=enum.StrEnum)
@@ -27,7 +28,7 @@ class Mode(enum.StrEnum):
 
 
 class DType(enum.StrEnum):
-    """Of the message, or on the wire."""
+    """Dtype of the message, or on the wire."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -40,7 +41,7 @@ class DType(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of one run.
+    """Settings of one run.
 
     Attributes:
       sizes_bytes: of the message that each worker contributes.
@@ -52,7 +53,7 @@ class Settings:
       num_warmup_rounds: the same without a clock, before.
       is_checked: whether results are compared with what they have to be.
       seed: of the order of the candidates, the shifts and the messages.
-      algorithms: that skip.
+      algorithms: members of `Algorithm`, and names of the library's methods.
     """
 
     sizes_bytes: tuple[int, ...]
@@ -64,7 +65,7 @@ class Settings:
     num_warmup_rounds: int
     is_checked: bool
     seed: int
-    algorithms: tuple[Algorithm, ...] = (Algorithm.RING,)
+    algorithms: tuple[str, ...] = (Algorithm.RING,)
 
 
 def parse_list(text: str) -> tuple[str, ...]:
@@ -127,8 +128,16 @@ def parse_choices(text: str, kind: type[Choice]) -> tuple[Choice, ...]:
     Raises:
       ValueError: one is no member.
     """
-    members = {member.value: member for member in kind}
+    return tuple(kind(word) for word in parse_names(text, [member.value for member in kind]))
+
+
+def parse_names(text: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Some of `names`, from a list.
+
+    Raises:
+      ValueError: one is unknown.
+    """
     for word in parse_list(text):
-        if word not in members:
-            raise ValueError(f"{word!r} is unknown: expected one or more of {', '.join(members)}")
-    return tuple(members[word] for word in parse_list(text))
+        if word not in names:
+            raise ValueError(f"{word!r} is unknown: expected one or more of {', '.join(dict.fromkeys(names))}")
+    return parse_list(text)

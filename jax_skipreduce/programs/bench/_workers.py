@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jax_skipreduce.programs.common.devices import find_workers
+
 _NUM_SIMULATED = 8
 
 
@@ -54,8 +56,6 @@ def find(num_workers: int | None) -> list[Any]:
                 "device of theirs is a worker: leave the number out"
             )
     else:
-        from jax_skipreduce.programs.demo._workers import find_workers
-
         devices = find_workers(num_workers or _NUM_SIMULATED)
         if num_workers is None and devices[0].platform != "cpu":
             devices = jax.devices()

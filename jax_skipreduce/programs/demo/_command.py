@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated
@@ -10,13 +9,13 @@ from typing import Annotated
 import typer
 
 from jax_skipreduce.programs.common.cli import OUTPUT_FILE, check_png, refuse
+from jax_skipreduce.programs.common.data import DataName, Partition
+from jax_skipreduce.programs.common.records import write_json
 from jax_skipreduce.programs.demo._settings import (
     DEFAULT_LEARNING_RATES,
-    DataName,
     Mode,
     Normalize,
     Optimizer,
-    Partition,
     Settings,
 )
 
@@ -106,14 +105,16 @@ def demo(
     # Not at the top: help should not wait for JAX, nor need what it does not use.
     from rich.console import Console
 
-    from jax_skipreduce.programs.demo import _data, _figure, _progress, _report, _training, _workers
+    from jax_skipreduce.programs.common import data as datasets
+    from jax_skipreduce.programs.common.devices import find_workers
+    from jax_skipreduce.programs.demo import _figure, _progress, _report, _training
 
     try:
-        dataset = _data.load(data, data_dir)
+        dataset = datasets.load(data, data_dir)
     except (OSError, ValueError) as error:
         refuse(str(error), "--data" if data_dir is None else "--data-dir")
     try:
-        devices = _workers.find_workers(workers)
+        devices = find_workers(workers)
     except RuntimeError as error:
         refuse(str(error), "--workers")
     per_worker = len(dataset.train_labels) // len(devices)
@@ -142,5 +143,5 @@ def demo(
     _figure.save_figure(comparison, plot)
     console.print(f"Curves: {plot}", soft_wrap=True)
     if json_path is not None:
-        json_path.write_text(json.dumps(_report.as_json(comparison, devices), indent=1, allow_nan=False) + "\n")
+        write_json(json_path, _report.as_json(comparison, devices))
         console.print(f"Figures: {json_path}", soft_wrap=True)

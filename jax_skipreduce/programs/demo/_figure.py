@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
+from jax_skipreduce.programs.common.figures import BLUE, RED, make_figure
 from jax_skipreduce.programs.demo._report import Comparison
 from jax_skipreduce.programs.demo._settings import Settings
 
 # Told apart without colour vision, too.
-_COLORS = ("#0072B2", "#D55E00")
+_COLORS = (BLUE, RED)
 _STYLES = ("-", "--")
 
 _SMOOTHED_SHARE = 0.04
@@ -27,9 +26,7 @@ def save_figure(comparison: Comparison, path: Path) -> None:
       ValueError: the ending is not one that matplotlib can write.
       OSError: the file cannot be written.
     """
-    # No pyplot: it would choose a backend for the whole process.
-    figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(11, 4.6)
     loss_axes, accuracy_axes = figure.subplots(1, 2)
     late_accuracies: list[float] = []
     for method, color, style in zip((comparison.full, comparison.skipping), _COLORS, _STYLES, strict=True):

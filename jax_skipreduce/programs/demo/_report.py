@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import math
-import platform
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 import jax_skipreduce as sr
+from jax_skipreduce.programs.common.machine import versions
 from jax_skipreduce.programs.demo._settings import Settings
 from jax_skipreduce.programs.demo._training import Run
 
@@ -71,12 +69,12 @@ class Comparison:
 
     @property
     def share_of_bytes_saved(self) -> float:
-        """Of what full reduction sends."""
+        """Share of the bytes of full reduction that skipping does not send."""
         return 1 - self.skipping.sent_bytes / self.full.sent_bytes
 
     @property
     def share_left_out(self) -> float:
-        """Of its gradient, by each worker in each step."""
+        """Share of its gradient that each worker leaves out in each step."""
         return self.description.num_skipped_elements / self.description.num_elements
 
 
@@ -151,10 +149,9 @@ def remark(devices: Sequence[Any]) -> str:
 def as_json(comparison: Comparison, devices: Sequence[Any]) -> dict[str, Any]:
     """The figures of the table, the settings, the versions and the curves, as plain data."""
     description = comparison.description
-    report = {
+    return {
         "settings": dataclasses.asdict(comparison.settings),
-        "versions": {"python": platform.python_version(), "jax_skipreduce": sr.__version__}
-        | {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
+        "versions": versions("jax", "jaxlib", "flax", "optax", "numpy"),
         "devices": {
             "platform": devices[0].platform,
             "kind": devices[0].device_kind,
@@ -176,7 +173,6 @@ def as_json(comparison: Comparison, devices: Sequence[Any]) -> dict[str, Any]:
         "theoretical_speedup": description.theoretical_speedup,
         "accuracy_difference": comparison.skipping.test_accuracy - comparison.full.test_accuracy,
     }
-    return _finite(report)
 
 
 def _method_as_json(method: Method) -> dict[str, Any]:
@@ -199,15 +195,6 @@ def _method_as_json(method: Method) -> dict[str, Any]:
             for run in method.runs
         ],
     }
-
-
-def _finite(value: Any) -> Any:
-    """`value` with null for NaN and infinity, which JSON does not have: the loss of a training that diverged."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _title(settings: Settings) -> str:

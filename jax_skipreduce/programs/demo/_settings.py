@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from jax_skipreduce.programs.common.data import DataName, Partition
+
 
 class Mode(enum.StrEnum):
     """`mode` of `skipreduce`."""
@@ -21,20 +23,6 @@ class Normalize(enum.StrEnum):
     DROP = "drop"
 
 
-class Partition(enum.StrEnum):
-    """How the training images are dealt to the workers."""
-
-    IID = "iid"
-    BY_CLASS = "by-class"
-
-
-class DataName(enum.StrEnum):
-    """A set of images."""
-
-    DIGITS = "digits"
-    FASHION_MNIST = "fashion-mnist"
-
-
 class Optimizer(enum.StrEnum):
     """What follows the reduction in the chain."""
 
@@ -48,7 +36,7 @@ DEFAULT_LEARNING_RATES = {Optimizer.ADAM: 2e-3, Optimizer.SGD: 5e-2}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of a comparison; both trainings share all that does not belong to skipping.
+    """Settings of a comparison. Both trainings share all that does not belong to skipping.
 
     Attributes:
       skip_ratio, mode, normalize: arguments of `skipreduce`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -17,7 +17,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_skipreduce as sr
-from jax_skipreduce.programs.demo._data import NUM_CLASSES, Dataset, partition
+from jax_skipreduce.programs.common.batches import local_batches
+from jax_skipreduce.programs.common.data import NUM_CLASSES, Dataset, partition
 from jax_skipreduce.programs.demo._settings import Optimizer, Settings
 
 AXIS = "data"
@@ -72,7 +73,7 @@ class Run:
 
     @property
     def final_accuracy(self) -> float:
-        """Of the last evaluation."""
+        """Accuracy in the last evaluation."""
         return self.accuracies[-1]
 
 
@@ -174,32 +175,6 @@ class Trainer:
         specs = (PartitionSpec(), PartitionSpec(AXIS), PartitionSpec(AXIS))
         counter = jax.jit(jax.shard_map(count_correct, mesh=self._mesh, in_specs=specs, out_specs=PartitionSpec()))
         return lambda params: int(counter(params, images, labels)) / num_images
-
-
-def local_batches(shape: tuple[int, ...], batch_size: int, seed: int) -> Iterator[np.ndarray]:
-    """Which images of its own each worker takes, step by step, without end.
-
-    Args:
-      shape: (num_workers, images per worker).
-      batch_size: images per worker and step, at most as many as it holds.
-      seed: of the order.
-
-    Yields:
-      int32 of shape (num_workers * batch_size,): positions within the worker's shard, worker by
-      worker. Each epoch goes through the shard in a new order, without the rest that fills no batch.
-
-    Raises:
-      ValueError: a worker holds less than a batch.
-    """
-    num_workers, per_worker = shape
-    if batch_size > per_worker:
-        raise ValueError(f"batch_size={batch_size}: each worker holds only {per_worker} images")
-    # Other numbers than those that dealt the images with the same seed.
-    rng = np.random.default_rng((seed, 1))
-    while True:
-        order = rng.permuted(np.tile(np.arange(per_worker, dtype=np.int32), (num_workers, 1)), axis=1)
-        for start in range(0, per_worker - batch_size + 1, batch_size):
-            yield order[:, start : start + batch_size].reshape(-1)
 
 
 def _optimizer(settings: Settings) -> optax.GradientTransformation:

@@ -17,7 +17,8 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,7 +39,7 @@ def measure(trainer: Trainer, methods: Sequence[str], num_rounds: int) -> Timing
     entries.append((methods[0], "compute"))
     # A state for each structure, not for each program: what is computed does not matter here.
     starts = {name: trainer.start(name, seed) for name in methods}
-    structures = {name: jax.tree.structure(start) for name, start in starts.items()}
+    structures = {name: _structure(start) for name, start in starts.items()}
     states = {structures[name]: start for name, start in starts.items()}
     programs = [trainer.program(name, variant, states[structures[name]], batches) for name, variant in entries]
     del starts
@@ -67,9 +68,15 @@ def measure(trainer: Trainer, methods: Sequence[str], num_rounds: int) -> Timing
     )
 
 
+def _structure(tree: Any) -> Hashable:
+    """The structure of a pytree, with the shapes and dtypes of its arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Of a step, in seconds; medians, so that noise may make a small one negative."""
+    """Parts of a step, in seconds. They are medians, so noise may make a small one negative."""
 
     compute: float
     communication: float
@@ -82,7 +89,7 @@ class Parts:
 
     @property
     def share_of_communication(self) -> float:
-        """Of the step."""
+        """Share of the step that is exposed communication."""
         return self.communication / self.step
 
 

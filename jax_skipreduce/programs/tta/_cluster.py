@@ -12,6 +12,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_skipreduce._checks.replicas import fingerprint
+from jax_skipreduce.programs.common.methods import place
+
 AXIS = "data"
 
 _SHARED, _OWN = PartitionSpec(), PartitionSpec(AXIS)
@@ -51,14 +54,7 @@ class Cluster:
 
     def share(self, tree: Any) -> Any:
         """A pytree of arrays that all processes computed alike, as arrays that all workers hold."""
-        sharding = NamedSharding(self.mesh, _SHARED)
-
-        def share(leaf: Any) -> jax.Array:
-            value = np.asarray(leaf)
-            # A copy per worker: steps may overwrite theirs.
-            return jax.make_array_from_callback(value.shape, sharding, lambda index: np.array(value[index]))
-
-        return jax.tree.map(share, tree)
+        return place(tree, _SHARED, self.mesh)
 
     def barrier(self) -> None:
         """Waits for all workers."""
@@ -74,7 +70,7 @@ class Cluster:
         return self.gather(lambda _: values)[0]
 
     def checksum(self, tree: Any) -> str:
-        """Of the bits of a pytree that all workers hold.
+        """Checksum of the bits of a pytree that all workers hold.
 
         Raises:
           RuntimeError: workers hold different bits.
@@ -82,7 +78,7 @@ class Cluster:
         return self._same(np.asarray(self._gather(self._checksums(tree))), "the replicas of the parameters")
 
     def checksum_of_own(self, rows_of: Callable[[int], np.ndarray]) -> str:
-        """Of what each worker holds for itself."""
+        """Checksum of what each worker holds for itself."""
         sums = self.gather_bits(lambda rank: zlib.crc32(np.ascontiguousarray(rows_of(rank)).tobytes()))
         return f"{zlib.crc32(sums.tobytes()):08x}"
 
@@ -101,13 +97,8 @@ class Cluster:
 
 
 def _checksum(tree: Any) -> jax.Array:
-    """Of the bits of this worker's arrays: uint32, each element weighted by its place. Wraps around."""
+    """32 bits of this worker's arrays, a uint32 scalar: the fingerprints that replicas are compared by, joined."""
     total = jnp.uint32(0)
-    for number, leaf in enumerate(jax.tree.leaves(tree)):
-        bits = lax.bitcast_convert_type(leaf, jnp.uint32).reshape(-1)
-        # The low bits of round numbers are zeros, which weights alone would leave so.
-        bits = (bits ^ (bits >> 16)) * jnp.uint32(0x9E3779B1)
-        bits = bits ^ (bits >> 15)
-        weights = 2 * lax.iota(jnp.uint32, bits.size) + jnp.uint32(2 * number + 1)
-        total = total * jnp.uint32(31) + jnp.sum(bits * weights, dtype=jnp.uint32)
+    for leaf in jax.tree.leaves(tree):
+        total = total * jnp.uint32(31) + fingerprint(leaf)
     return lax.pcast(total, AXIS, to="varying")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from jax_skipreduce.programs.common.cli import OUTPUT_FILE, refuse
-from jax_skipreduce.programs.demo._settings import DataName
+from jax_skipreduce.programs.common.data import DataName
+from jax_skipreduce.programs.common.records import write_json
 from jax_skipreduce.programs.tta._settings import DEFAULTS, MAX_STEPS, QUICK_TARGETS, Settings, Size, WorkloadName
 
 _TARGETS = ", ".join(f"{defaults.target:g} for {name}" for name, defaults in DEFAULTS.items())
@@ -207,9 +207,7 @@ def _measure(all_settings: list[Settings], json_path: Path | None, plot_dir: Pat
         reports.append(_results.as_json(results))
         if json_path is not None:
             # After each, so that an hour of measurements does not wait for the next one.
-            from jax_skipreduce.programs.tta._records import finite
-
-            json_path.write_text(json.dumps(finite({"measurements": reports}), indent=1, allow_nan=False) + "\n")
+            write_json(json_path, {"measurements": reports})
     if json_path is not None:
         say(f"Results: {json_path}")
 
@@ -244,12 +242,12 @@ def _check_lab(in_lab: bool, no_lab: bool, rate: list[str] | None, workers: int 
 
 def _check_rates(all_settings: list[Settings]) -> None:
     """All of them now: the second lab is made an hour after the first."""
-    from jax_skipreduce.programs.netlab._run import dry_run
+    from jax_skipreduce import netlab
 
     for settings in all_settings:
         assert settings.rate is not None
         try:
-            list(dry_run(["true"], settings.num_workers, settings.rate, "100ms"))
+            list(netlab.dry_run(["true"], settings.num_workers, settings.rate, "100ms"))
         except ValueError as error:
             refuse(str(error), "--rate")
 
@@ -258,9 +256,9 @@ def _as_worker(settings: Settings) -> Settings:
     """With the number of workers of the lab that this process belongs to."""
     import os
 
-    from jax_skipreduce.programs.netlab._worker import read_environment
+    from jax_skipreduce import netlab
 
-    return dataclasses.replace(settings, num_workers=read_environment(os.environ)[1])
+    return dataclasses.replace(settings, num_workers=netlab.read_environment(os.environ)[1])
 
 
 def _refuse_several() -> NoReturn:

@@ -70,7 +70,7 @@ def _run_in_lab(settings: Settings) -> None:
 
 
 def _run_here(settings: Settings, say: Callable[[str], None]) -> None:
-    from jax_skipreduce.programs.demo._workers import find_workers
+    from jax_skipreduce.programs.common.devices import find_workers
     from jax_skipreduce.programs.tta._campaign import run_all
     from jax_skipreduce.programs.tta._cluster import Cluster
 

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
+from jax_skipreduce.programs.common.figures import BLACK, BLUE, GREEN, ORANGE, PINK, RED, SKY, make_figure
 from jax_skipreduce.programs.tta._methods import BASELINE
 from jax_skipreduce.programs.tta._records import Run
 from jax_skipreduce.programs.tta._report import NOT_REACHED
 from jax_skipreduce.programs.tta._results import Results
 
-# Told apart without colour vision (Okabe and Ito), with the line style as well.
-_COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D1F")
+# The line style tells methods apart as well.
+_COLORS = (BLACK, BLUE, RED, GREEN, PINK, ORANGE, SKY, "#8C6D1F")
 _STYLES = ("-", "--", "-.", ":")
 
 _NUM_TIMES = 400
@@ -34,9 +33,7 @@ def save_figures(results: Results, directory: Path) -> list[Path]:
         drawings["breakdown"] = _draw_breakdown
     paths = []
     for name, draw in drawings.items():
-        # No pyplot: it would choose a backend for the whole process.
-        figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = make_figure(9, 5)
         axes = figure.subplots()
         axes.set_title(results.measurement.title, fontsize="medium")
         draw(results, axes)
@@ -116,9 +113,9 @@ def _draw_breakdown(results: Results, axes: Any) -> None:
     names = list(results.parts)
     bottom = np.zeros(len(names))
     parts = (
-        ("compute", "compute", "#0072B2", ""),
-        ("overhead", "overhead of the method", "#E69F00", "//"),
-        ("communication", "exposed communication", "#D55E00", ".."),
+        ("compute", "compute", BLUE, ""),
+        ("overhead", "overhead of the method", ORANGE, "//"),
+        ("communication", "exposed communication", RED, ".."),
     )
     for field, label, color, hatch in parts:
         # Noise may make a small part negative; the table has it as it is.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_skipreduce.programs.demo import _data
-from jax_skipreduce.programs.demo._settings import DataName
+from jax_skipreduce.programs.common import data
+from jax_skipreduce.programs.common.data import DataName
 
 SIDE = 28
 
@@ -32,7 +32,7 @@ def load_images(name: str, data_dir: str | None, num_test: int) -> Examples:
     Raises:
       FileNotFoundError, ValueError: files are missing or damaged; the message says what to do.
     """
-    dataset = _data.load(DataName(name), None if data_dir is None else Path(data_dir))
+    dataset = data.load(DataName(name), None if data_dir is None else Path(data_dir))
     train = (_fitted(dataset.train_images), dataset.train_labels.astype(np.uint8))
     # Test images come in no particular order, except those of scikit-learn, which a fixed seed has shuffled.
     test = (_fitted(dataset.test_images[:num_test]), dataset.test_labels[:num_test].astype(np.uint8))

@@ -5,15 +5,18 @@ One more is one function with a decorator::
     @method("mine", "what it does")
     def _mine(context: Context) -> optax.GradientTransformation: ...
 
-What it returns takes local gradients and gives the same mean on all workers. Collectives are called as attributes of
-`jax.lax`, where the break-down can put stand-ins in their place; so the ring is that of ``backend="xla"``. What is
-random depends on the state, not on a seed that is known when the step is traced: each method is compiled once for all
-seeds.
+Each method that a compressor registers with the library (`jax_skipreduce._transform.registry`) is found as well, by its
+name and with its defaults.
+
+A method takes local gradients and gives the same mean on all workers. It calls collectives as attributes of `jax.lax`,
+where the break-down can put stand-ins in their place. So the ring is that of ``backend="xla"``. What is random depends
+on the state, not on a seed that is known when the step is traced: each method is compiled once for all seeds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +27,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 import jax_skipreduce as sr
+from jax_skipreduce.programs.common import methods
 from jax_skipreduce.programs.tta._settings import MAX_STEPS
 
 _COUNTS_PER_SEED = MAX_STEPS + 1
@@ -89,14 +93,24 @@ def method(name: str, description: str) -> Callable[[Callable], Callable]:
 
 
 def find(name: str) -> Method:
-    """The method called `name`.
+    """The method called `name`, of this module or of the library.
 
     Raises:
       ValueError: there is none.
     """
-    if name not in METHODS:
-        raise ValueError(f"there is no method {name!r}; there are {', '.join(METHODS)}")
-    return METHODS[name]
+    if name in METHODS:
+        return METHODS[name]
+    if name not in methods.names():
+        raise ValueError(
+            f"there is no method {name!r}; there are {', '.join(dict.fromkeys((*METHODS, *methods.names())))}"
+        )
+    return Method(name, f"the compressor {name}, with its defaults", lambda context: _of_library(name, context))
+
+
+def _of_library(name: str, context: Context) -> optax.GradientTransformation:
+    # Native kernels call no collective of `jax.lax`, so the break-down could not replace them.
+    has_backend = "backend" in inspect.signature(methods.METHODS[name]).parameters
+    return methods.make(name, context.axis_name, **{"backend": "xla"} if has_backend else {}).transform()
 
 
 def start_count(opt_state: Any, seed: int) -> Any:

@@ -7,7 +7,6 @@ it is there. So a measurement that was stopped can go on.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import itertools
 import json
 import math
@@ -17,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax_skipreduce as sr
+from jax_skipreduce.programs.common.machine import cpu_name, versions
+from jax_skipreduce.programs.common.records import finite
 from jax_skipreduce.programs.tta._settings import Settings
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Of the test examples.
+    """Scores on the test examples.
 
     Attributes:
       step: after so many steps.
@@ -99,7 +99,7 @@ class Measurement:
 
     @property
     def settings(self) -> Settings:
-        """Of the first session; methods and seeds are those that there are runs of."""
+        """Settings of the first start. Methods and seeds are those that there are runs of."""
         return Settings.from_json(json.dumps(self.header["settings"]))
 
     @property
@@ -120,18 +120,9 @@ def make_header(settings: Settings, num_parameters: int) -> dict[str, Any]:
         "in_lab": settings.rate is not None,
         "num_parameters": num_parameters,
         "gradient_bytes": 4 * num_parameters,
-        "machine": {"system": platform.platform(), "processor": _processor(), "num_cores": os.cpu_count()},
-        "versions": {"python": platform.python_version(), "jax_skipreduce": sr.__version__}
-        | {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")},
+        "machine": {"system": platform.platform(), "processor": cpu_name(), "num_cores": os.cpu_count()},
+        "versions": versions("jax", "jaxlib", "flax", "optax", "numpy"),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def as_line(record: Run | Timings) -> dict[str, Any]:
@@ -179,15 +170,6 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
         file.write(json.dumps(finite(record), allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def finite(value: Any) -> Any:
-    """`value` with null for NaN and infinity, which JSON does not have: the loss of a training that diverged."""
-    if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read(path: Path) -> Measurement:

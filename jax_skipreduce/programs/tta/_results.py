@@ -51,7 +51,7 @@ def time_to_target(seconds: Sequence[float], accuracies: Sequence[float], target
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Of one run.
+    """Outcome of one run.
 
     Attributes:
       seed: of the run.
@@ -74,7 +74,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Of one method over all seeds."""
+    """Summary of one method over all seeds."""
 
     method: str
     outcomes: Sequence[Outcome]
@@ -92,7 +92,7 @@ class Summary:
 
     @property
     def p50_seconds(self) -> float:
-        """Of a step, median over the seeds."""
+        """Median time of a step, median over the seeds."""
         return statistics.median(outcome.p50_seconds for outcome in self.outcomes)
 
     @property
@@ -104,7 +104,7 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """Of a measurement.
+    """Results of a measurement.
 
     Attributes:
       measurement: what they come from.

@@ -17,7 +17,7 @@ class WorkloadName(enum.StrEnum):
 
 
 class Size(enum.StrEnum):
-    """Of the network: `SMALL` is for tests."""
+    """Size of the network: `SMALL` is for tests."""
 
     FULL = "full"
     SMALL = "small"
@@ -25,7 +25,7 @@ class Size(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """Of a workload. The target and the learning rate were chosen with `psum` alone, on seeds from 1000 on.
+    """Defaults of a workload. The target and the learning rate were chosen with `psum` alone, on seeds from 1000 on.
 
     Attributes:
       target: accuracy to reach, which `psum` does after about two thirds of the steps.
@@ -56,7 +56,7 @@ MAX_STEPS = 2**20 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of the runs of one workload over links of one rate. Only types that JSON has.
+    """Settings of the runs of one workload over links of one rate. Only types that JSON has.
 
     Attributes:
       workload: name of the workload.
@@ -122,5 +122,5 @@ class Settings:
 
     @property
     def path(self) -> Path:
-        """Of the file with the results."""
+        """Path of the file with the results."""
         return Path(self.lines)

@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jax_skipreduce as sr
+from jax_skipreduce.programs.common import methods
 from jax_skipreduce.programs.tta import _methods
 from jax_skipreduce.programs.tta._cluster import AXIS, Cluster
 from jax_skipreduce.programs.tta._records import Evaluation, Run
@@ -37,7 +38,7 @@ _SHARED, _OWN = PartitionSpec(), PartitionSpec(AXIS)
 
 
 class State(NamedTuple):
-    """Of a training.
+    """State of a training.
 
     Attributes:
       params, opt_state: as in optax.
@@ -51,7 +52,9 @@ class State(NamedTuple):
     loss_sum: Any
 
 
-_STATE_SPECS = State(_SHARED, _SHARED, _SHARED, _OWN)
+def _specs(opt_state: Any) -> State:
+    """How a state is sharded: what a method keeps per worker has a row for each."""
+    return State(_SHARED, sr.state_specs(opt_state, AXIS), _SHARED, _OWN)
 
 
 class Trainer:
@@ -100,11 +103,12 @@ class Trainer:
             params = optax.apply_updates(state.params, updates)
             return State(params, opt_state, state.step + 1, state.loss_sum + loss)
 
+        specs = _specs(state.opt_state)
         mapped = jax.shard_map(
             step,
             mesh=self.cluster.mesh,
-            in_specs=(_STATE_SPECS, _OWN),
-            out_specs=_STATE_SPECS,
+            in_specs=(specs, _OWN),
+            out_specs=specs,
             # Workers that exchange nothing end with different parameters, which would be refused.
             check_vma=variant == "step",
         )
@@ -153,8 +157,10 @@ class Trainer:
     def start(self, name: str, seed: int) -> State:
         """The state before the first step: with the same seed the same for all methods."""
         params = jax.tree.map(np.asarray, self._init(seed))
-        opt_state = _methods.start_count(self._transformation(name).init(params), seed)
-        params, opt_state, step = self.cluster.share((params, opt_state, np.int32(0)))
+        mesh = self.cluster.mesh
+        opt_state = _methods.start_count(methods.init(self._transformation(name), params, mesh), seed)
+        params, step = self.cluster.share((params, np.int32(0)))
+        opt_state = methods.place(opt_state, sr.state_specs(opt_state, AXIS), mesh)
         return State(params, opt_state, step, self.cluster.deal(lambda _: np.zeros(1, np.float32)))
 
     def batches(self, seed: int) -> tuple[Any, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import flax.linen as nn
 import jax
 
-from jax_skipreduce.programs.demo._data import NUM_CLASSES
+from jax_skipreduce.programs.common.data import NUM_CLASSES
 
 
 class VGG(nn.Module):

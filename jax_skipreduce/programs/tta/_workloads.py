@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jax_skipreduce.programs.common.batches import batches_of_worker
 from jax_skipreduce.programs.tta._images import Examples, load_images
 from jax_skipreduce.programs.tta._lm import ByteLM
 from jax_skipreduce.programs.tta._settings import Settings, Size, WorkloadName
@@ -21,7 +22,7 @@ from jax_skipreduce.programs.tta._vgg import VGG
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Of a training.
+    """What a training learns.
 
     Attributes:
       model: a network.
@@ -87,19 +88,8 @@ def deal_batches(examples: Examples, settings: Settings, seed: int, rank: int) -
     Raises:
       ValueError: a worker holds less than a batch.
     """
-    num_examples, size = len(examples.train[0]), settings.batch_size
-    per_worker = num_examples // settings.num_workers
-    if per_worker < size:
-        raise ValueError(
-            f"batch_size={size}: there are {num_examples} training examples, {per_worker} for each of "
-            f"{settings.num_workers} workers"
-        )
-    own = np.random.default_rng((seed, 0)).permutation(num_examples)[rank * per_worker :][:per_worker]
-    order = np.random.default_rng((seed, 1, rank))
-    batches_per_epoch = per_worker // size
-    num_epochs = -(-settings.num_steps // batches_per_epoch)
-    epochs = [order.permutation(own)[: batches_per_epoch * size].reshape(-1, size) for _ in range(num_epochs)]
-    chosen = np.concatenate(epochs)[: settings.num_steps]
+    num_examples, num_workers = len(examples.train[0]), settings.num_workers
+    chosen = batches_of_worker(num_examples, num_workers, rank, settings.batch_size, settings.num_steps, seed)
     return tuple(array[chosen] for array in examples.train)
 
 

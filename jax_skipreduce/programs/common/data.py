@@ -1,20 +1,34 @@
-"""The images of the demo, and which worker holds which of them."""
+"""Sets of images, and which worker holds which of them."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jax_skipreduce.programs.demo._idx import read_idx
-from jax_skipreduce.programs.demo._settings import DataName, Partition
+from jax_skipreduce.programs.common.idx import read_idx
 
 NUM_CLASSES = 10
 
 # Where Debian's package dataset-fashion-mnist puts its files.
 FASHION_MNIST_DIR = Path("/usr/share/datasets/fashion-mnist")
+
+
+class DataName(enum.StrEnum):
+    """A set of images."""
+
+    DIGITS = "digits"
+    FASHION_MNIST = "fashion-mnist"
+
+
+class Partition(enum.StrEnum):
+    """How the training images are dealt to the workers."""
+
+    IID = "iid"
+    BY_CLASS = "by-class"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ def find_workers(num_workers: int) -> list[Any]:
     os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, 2 * num_workers)))
     is_chosen = jax.config.values["jax_num_cpu_devices"] >= 0
     if not is_chosen and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        # It raises where JAX runs already, in a program that calls the demo: those devices will have to do.
+        # It raises where JAX runs already, in a program that calls this one: those devices will have to do.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", num_workers)
     devices = jax.devices()
