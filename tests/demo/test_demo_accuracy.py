@@ -8,7 +8,7 @@ import pytest
 from jax_skipreduce.programs.common import data
 from jax_skipreduce.programs.demo import _settings, _training
 
-pytestmark = pytest.mark.promotes
+pytestmark = [pytest.mark.promotes, pytest.mark.slow]
 
 
 def final_accuracies(seeds, **changes):

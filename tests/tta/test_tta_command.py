@@ -72,6 +72,7 @@ def test_quick_on_text_without_a_lab():
     assert not list(Path("skipreduce-tta").glob("*breakdown*"))
 
 
+@pytest.mark.slow
 @pytest.mark.netlab
 @pytest.mark.skipif(netlab.unavailable() is not None, reason=str(netlab.unavailable()))
 def test_quick_in_a_lab():
