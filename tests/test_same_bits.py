@@ -160,6 +160,7 @@ CASES = {
         transformations, skip_ratio=optax.linear_schedule(0.0, 0.75, 10), wire_dtype="bfloat16"
     ),
     "skipreduce by leaf": functools.partial(transformations, skip_ratio=RATIOS, protect=sr.by_path("^z$")),
+    "skipreduce many buckets": functools.partial(transformations, skip_ratio=0.5, bucket_bytes=6000, min_size=1),
     "two networks": two_networks,
     "stacked": stacked,
     "fsdp whole": gathers,

@@ -1,6 +1,8 @@
 """A new compressor, topology or kernel is one new file: the toys of tests/toys.py get all that our own have."""
 
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +15,20 @@ from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
 from jax_skipreduce._backends import choice
-from jax_skipreduce._backends.ppermute import reduce_arrays
+from jax_skipreduce._backends.ppermute import reduce_by_ppermute
 from jax_skipreduce._backends.reduction import Reduction
+from jax_skipreduce._checks.processes import first_difference
 from jax_skipreduce._compressors.skip import Skip
 from jax_skipreduce._compressors.skipreduce import SkipReduce
 from jax_skipreduce._topologies import reference
 from jax_skipreduce._topologies.ring import RING
-from jax_skipreduce._transform.configuration import fingerprint, first_difference
+from jax_skipreduce._transform.configuration import fingerprint
 from jax_skipreduce._transform.registry import METHODS, register
+from jax_skipreduce._transform.settings import Settings
 from jax_skipreduce._workers.group import Group
 from jax_skipreduce._workers.wire import Wire
 from tests.helpers import bits, collectives, count_collectives, data_mesh, each_worker, normal, powers_of_two
-from tests.toys import CountingKernel, Direct, HalvesMethod, Star
+from tests.toys import CountingKernel, Direct, Halves, HalvesMethod, Star
 
 N = 4
 PARAMS = {"a": jnp.zeros((10, 3)), "b": jnp.zeros(7), "c": jnp.zeros(2)}
@@ -82,14 +86,14 @@ def in_vmap(tx):
     axes = jax.tree.map(
         lambda spec: 0 if len(spec) else None, sr.state_specs(state, "data"), is_leaf=lambda x: isinstance(x, P)
     )
-    mapped = jax.vmap(lambda g, s: tx.update(g, s), in_axes=(0, axes), out_axes=(0, axes), axis_name="data")
+    mapped = jax.jit(jax.vmap(lambda g, s: tx.update(g, s), in_axes=(0, axes), out_axes=(0, axes), axis_name="data"))
 
     def step(grads, state):
         means, state = mapped(grads, state)
         assert all(bits(mean[0]) == bits(mean[-1]) for mean in jax.tree.leaves(means))
         return jax.tree.map(lambda mean: mean[0], means), state
 
-    return jax.jit(mapped) and step, state
+    return step, state
 
 
 def in_pmap(tx):
@@ -127,10 +131,13 @@ def test_a_compressor_with_state_per_worker(runner):
     grads = gradients(num_steps)
     expected, rest = expected_means(grads, num_steps)
     for number in range(num_steps):
+        before = state
         means, state = step(jax.tree.map(lambda leaf: leaf[number], grads), state)  # noqa: B023
         for name, mean in means.items():
             np.testing.assert_array_equal(mean, expected[number][name])
     assert np.asarray(state.num_reductions).reshape(-1)[0] == num_steps
+    if runner.startswith("shard_map"):
+        assert before.per_worker[0]["rest"].is_deleted()  # donated
     a, b, c = state.per_worker
     np.testing.assert_array_equal(a["rest"].reshape(N, 10, 3), rest["a"])
     np.testing.assert_array_equal(b["rest"].reshape(N, 7), rest["b"])
@@ -162,9 +169,7 @@ def test_state_of_tensor_parallel_parameters():
         got = np.asarray(means["w"])[:, 4 * part : 4 * part + 4].reshape(-1)
         np.testing.assert_allclose(got[:6], shard[:6], rtol=1e-6)
         np.testing.assert_array_equal(got[6:], 0)
-    assert "all-gather" not in {
-        op for shape, op in collectives(update.lower(grads, state).compile().as_text()) if "3,8" in shape
-    }
+    assert gathered(update, grads, state) <= {"s32[2]", "s32[1,2]", "s32[2,1]"}  # the places of the halves
 
     # The same inside of a shard_map over the data axis alone.
     partial = HalvesMethod("data", min_size=1, param_specs=specs).transform()
@@ -181,6 +186,74 @@ def test_state_of_tensor_parallel_parameters():
     inside, other = jax.jit(mapped)(grads, other)
     assert jax.tree.map(bits, inside) == jax.tree.map(bits, means)
     assert jax.tree.map(bits, other) == jax.tree.map(bits, state)
+
+
+def gathered(jitted, *args):
+    text = jitted.lower(*args).compile().as_text()
+    return {shape.split("{")[0] for shape, operation in collectives(text) if operation == "all-gather"}
+
+
+def test_state_where_all_axes_are_manual():
+    """Each shard has rows of its own; a parameter that is not sharded has one for each worker."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    specs = {"w": P(None, "model"), "v": P()}
+    tx = HalvesMethod("data", min_size=1).transform()
+    params = {"w": jnp.ones((3, 8)), "v": jnp.ones(6)}
+    with jax.set_mesh(mesh):
+        row_specs = sr.state_specs(jax.eval_shape(tx.init, params), "data", specs)
+    state = jax.jit(jax.shard_map(tx.init, mesh=mesh, in_specs=(specs,), out_specs=row_specs))(params)
+    v, w = state.per_worker
+    assert (v["rest"].shape, w["rest"].shape) == ((2, 6), (4, 3, 4))
+    step = jax.shard_map(
+        lambda g, s: tx.update(jax.tree.map(lambda x: x[0], g), s),
+        mesh=mesh,
+        in_specs=(jax.tree.map(lambda spec: P("data", *spec), specs, is_leaf=lambda x: isinstance(x, P)), row_specs),
+        out_specs=(specs, row_specs),
+    )
+    grads = {"w": normal((2, 3, 8)), "v": normal((2, 6))}
+    means, after = jax.jit(step)(grads, state)
+    pjit = HalvesMethod("data", min_size=1, mesh=mesh, param_specs=specs).transform()
+    expected, _ = jax.jit(lambda g, s: pjit.update(g, s, params))(grads, pjit.init(params))
+    assert jax.tree.map(bits, means) == jax.tree.map(bits, expected)
+    with pytest.raises(ValueError, match="param_specs has 1 PartitionSpecs, and the state entries for 2 parameters"):
+        sr.state_specs(after, "data", {"w": P()})
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_rows_lie_where_they_belong(axis_type):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+    sharding = jax.NamedSharding(mesh, P(None, "model"))
+    params = {"w": jax.device_put(jnp.ones((3, 8)), sharding)}
+    with jax.set_mesh(mesh):
+        tx = HalvesMethod("data", min_size=1, param_specs={"w": P(None, "model")}).transform()
+        (w,) = tx.init(params).per_worker
+        assert {shard.data.shape for shard in w["rest"].addressable_shards} == {(1, 3, 4)}
+        (typed,) = HalvesMethod("data", min_size=1).transform().init(params).per_worker
+        assert typed["rest"].shape == ((8, 3, 4) if axis_type == AxisType.Explicit else (4, 3, 8))
+    (stacked,) = HalvesMethod("data", min_size=1, mesh=mesh, param_specs=P()).transform().init(params).per_worker
+    assert {shard.data.shape for shard in stacked["rest"].addressable_shards} == {(1, 3, 8)}
+    # Inside of a shard_map over the data axis alone, too.
+    specs = sr.state_specs(sr.SkipReduceState(None, (w,)), "data")
+    mapped = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs, axis_names={"data"})
+    assert jax.jit(mapped)(params).per_worker[0]["rest"].shape == (8, 3, 4)
+
+
+def test_no_state_is_lost_without_a_word():
+    method = HalvesMethod("data", min_size=5)
+    step, state = in_shard_map(method.transform(), True)
+    grads = jax.tree.map(lambda leaf: leaf[0], gradients(1))
+    _, state = step(grads, state)
+    for tx in (sr.skipreduce("data"), HalvesMethod("data", min_size=100).transform()):
+        with pytest.raises(ValueError, match=r"the state holds what workers keep .* it would be lost"):
+            jax.vmap(lambda g, s, tx=tx: tx.update(g, s), in_axes=(0, None), axis_name="data")(grads, state)
+    with pytest.raises(ValueError, match="opt_state holds 2 states that workers keep"):
+        method.resize_state((state, state), PARAMS, 2)
+    with pytest.raises(ValueError, match=r"the state for 'a' has shapes .* expected rows of"):
+        method.resize_state(state, PARAMS | {"a": jnp.zeros((9, 3))}, 2)
+    with pytest.raises(ValueError, match="has dtype float32, and gradients want bfloat16"):
+        step(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), grads), state)
+    with pytest.raises(ValueError, match="fast_axes='node': halves keeps state per worker"):
+        Settings("data", Halves(), fast_axes="node")
 
 
 def test_checkpoints(tmp_path):
@@ -212,7 +285,7 @@ def test_checkpoints(tmp_path):
         out_specs=(P(), specs),
     )
     two = jax.tree.map(lambda leaf: leaf[:2], at(0))
-    with pytest.raises(ValueError, match=r"the state of halves for 'a' has float32\[2, 10, 3\] on a worker: expected"):
+    with pytest.raises(ValueError, match=r"the state of halves for 'a' has shape \(2, 10, 3\) on a worker: expected"):
         on_two(two, jax.device_get(after))
 
 
@@ -246,13 +319,30 @@ def test_bytes_of_a_compressor_are_those_of_the_lowered_program():
     grads = jax.tree.map(lambda leaf: leaf[0], gradients(1))
     text = step.lower(grads, state).compile().as_text()
     reduced = [shape for shape, operation in collectives(text) if operation == "all-reduce"]
-    assert sum(shape.count("f32[15]") + shape.count("f32[4]") for shape in reduced) == 2
+    sizes = sorted(int(size) for shape in reduced for size in re.findall(r"f32\[(\d+)\]", shape))
+    # 2(N-1) slices of each vector that is summed: of both halves, and of the leaf that is reduced in full.
+    assert [2 * (N - 1) * -(-size // N) * 4 for size in sizes] == sorted(
+        leaf.wire_bytes for leaf in method.describe(PARAMS, N).leaves
+    )
 
 
 def test_a_compressor_in_the_comparison_of_configurations():
     one, other = (fingerprint(HalvesMethod("data", scale=scale).settings, PARAMS) for scale in (1.0, 2.0))
     assert first_difference(one, other) == "scale is 1.0 on the first and 2.0 on the second"
-    assert "compressor is skipreduce" in str(first_difference({"compressor": "skipreduce"}, one)) or one["compressor"]
+    skip = fingerprint(SkipReduce("data").settings, PARAMS)
+    assert first_difference(skip, one) == "compressor is skipreduce on the first and halves on the second"
+    # Functions count by what they say, arrays by all that they hold.
+    said = [
+        Scheduled(rate=rate).fingerprint(PARAMS)[0]["rate"]
+        for rate in (lambda count: 0.5, lambda count: 1 / 2, lambda count: count / 4, np.arange(2000), np.ones(2000))
+    ]
+    assert said[0] == said[1]
+    assert len(set(said)) == 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled(Halves):
+    rate: object = None
 
 
 def test_methods_by_name():
@@ -282,7 +372,7 @@ def test_contributors_of_a_topology(topology, num_workers):
 
             def reduce(x, k=k, shift=shift):
                 reduction = Reduction(num_skipped=k, shift=shift, normalize=None, topology=topology)
-                return reduce_arrays([x], Group.of("data"), reduction)[0]
+                return reduce_by_ppermute([x], Group.of("data"), reduction)[0]
 
             result = np.asarray(each_worker(runner, reduce, num_workers)(x))
             assert all(bits(row) == bits(result[0]) for row in result)
@@ -292,24 +382,69 @@ def test_contributors_of_a_topology(topology, num_workers):
 
 
 @pytest.mark.parametrize("topology", [Direct(), Star()], ids=lambda topology: topology.name)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_a_topology_in_the_transformation(topology, check_vma):
-    """Traced k, drop, a narrow wire: what all workers get is the same, and what NumPy makes of the schedule."""
-    x = normal((N, 1037))
-    wire = Wire.of("bfloat16")
+def test_a_topology_in_any_program(topology, dtype, check_vma):
+    """Traced k, a narrow wire, 16 bits: what all workers get is the same, and what NumPy makes of the schedule."""
+    wide = dtype != jnp.float32
+    x = normal((N, 1037), dtype)
+    wire = Wire.of(None if wide else "bfloat16")
     runner = "shard_map" if check_vma else "shard_map_unchecked"
 
     def reduce(x, k, shift):
         reduction = Reduction(num_skipped=k, shift=shift, normalize=None, wire=wire, topology=topology)
-        return reduce_arrays([x], Group.of("data"), reduction)[0]
+        return reduce_by_ppermute([x], Group.of("data"), reduction)[0]
 
     run = each_worker(runner, reduce, N)
     for k in range(N):
         result = np.asarray(run(x, jnp.int32(k), jnp.int32(0)))
         slices = np.pad(np.asarray(x), ((0, 0), (0, 3))).reshape(N, N, -1)
-        expected = reference.run(topology.schedule(N, k), slices, wire_dtype=jnp.bfloat16).reshape(N, -1)[:, :1037]
+        options = {"accumulator": np.float32} if wide else {"wire_dtype": jnp.bfloat16}
+        expected = reference.run(topology.schedule(N, k), slices, **options).reshape(N, -1)[:, :1037]
         np.testing.assert_array_equal(result, expected)
     assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize("topology", [Direct(), Star()], ids=lambda topology: topology.name)
+def test_means_and_derivatives_of_a_topology(topology):
+    ones = jnp.ones((N, 9))
+    for k in range(N):
+        for normalize, expected in (("drop", 1.0), ("skip", (N - k) / N)):
+            reduction = Reduction(num_skipped=k, shift=1, normalize=normalize, topology=topology)
+
+            def reduce(x, reduction=reduction):
+                return reduce_by_ppermute([x], Group.of("data"), reduction)[0]
+
+            np.testing.assert_allclose(each_worker("shard_map", reduce, N)(ones), expected, rtol=1e-6)
+    # Each element is in N - k = 1 of the sums; the gradient of their sum over workers says whose.
+    total = jax.vmap(jax.grad(lambda x: reduce(x).sum()), axis_name="data")(ones)
+    np.testing.assert_allclose(np.asarray(total).sum(), 9 / N * N, rtol=1e-6)
+
+
+class Short(Direct):
+    """One slice for all workers, which the executor does not cut."""
+
+    def schedule(self, num_workers, num_skipped=0, shift=0, num_gather_skipped=0):
+        return dataclasses.replace(super().schedule(1, 0), num_workers=num_workers, num_slices=1)
+
+
+class Lossy(Star):
+    """The last worker gets nothing back."""
+
+    def schedule(self, num_workers, num_skipped=0, shift=0, num_gather_skipped=0):
+        whole = super().schedule(num_workers, num_skipped)
+        return dataclasses.replace(whole, steps=whole.steps[:-1])
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [(Short(), r"a schedule of 1 slices for 4 workers: expected 4 of both"), (Lossy(), "worker 3 never gets slice 0")],
+)
+def test_a_schedule_that_would_give_wrong_numbers_is_refused(topology, message):
+    with pytest.raises(ValueError, match=message):
+        jax.vmap(lambda x: reduce_by_ppermute([x], Group.of("data"), Reduction(topology=topology)), axis_name="data")(
+            jnp.ones((4, 8))
+        )
 
 
 @pytest.mark.parametrize("topology", [RING, Direct()], ids=lambda topology: topology.name)
@@ -353,7 +488,7 @@ def test_what_only_the_ring_does_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             jax.vmap(
-                lambda x: reduce_arrays([x], Group.of("data"), Reduction(topology=Direct(), **change)),  # noqa: B023
+                lambda x: reduce_by_ppermute([x], Group.of("data"), Reduction(topology=Direct(), **change)),  # noqa: B023
                 axis_name="data",
             )(jnp.ones((3, 8)))
 

@@ -130,4 +130,4 @@ class CountingKernel(Kernel):
     def run(self, arrays, group, reduction, place):
         self.num_runs += 1
         # Typed as the same on all workers already, which is what `typed_like` expects of a custom call.
-        return ppermute.reduce_arrays(arrays, group, reduction.with_operands(place.num_skipped, place.shift))
+        return ppermute.reduce_by_ppermute(arrays, group, reduction.with_operands(place.num_skipped, place.shift))

@@ -15,7 +15,6 @@ from jax_skipreduce._backends.cpu import CpuKernel
 from jax_skipreduce._backends.cuda import CudaKernel
 from jax_skipreduce._backends.kernel import Kernel, Place, group_number, other_axes, typed_like
 from jax_skipreduce._backends.reduction import BACKENDS, Backend, Reduction
-from jax_skipreduce._topologies.ring import Ring
 from jax_skipreduce._workers.group import Group
 
 KERNELS: list[Kernel] = [CpuKernel(), CudaKernel()]
@@ -39,7 +38,7 @@ def reduce_arrays(arrays: Sequence[jax.Array], group: Group, reduction: Reductio
     """
     backend = chosen_backend(reduction.backend)
     if backend == "xla" or group.size == 1:
-        return ppermute.reduce_arrays(arrays, group, reduction)
+        return ppermute.reduce_by_ppermute(arrays, group, reduction)
     reasons = _reasons_against(arrays[0].dtype, group, reduction, asked=backend == "native")
     kernels = [kernel for kernel in KERNELS if reasons[kernel] is None]
     if backend == "native":
@@ -50,7 +49,7 @@ def reduce_arrays(arrays: Sequence[jax.Array], group: Group, reduction: Reductio
             texts = "; ".join(dict.fromkeys(str(reason) for reason in told))
             raise ValueError(f"backend='native': {texts}. Use backend='auto' or 'xla'; sr.native_info() says more")
     if not kernels:
-        return ppermute.reduce_arrays(arrays, group, reduction)
+        return ppermute.reduce_by_ppermute(arrays, group, reduction)
     return _by_platform(arrays, group, reduction, kernels, has_default=backend == "auto")
 
 
@@ -62,14 +61,14 @@ def _by_platform(
     def native(kernel: Kernel) -> Any:
         def run(*operands: jax.Array) -> list[jax.Array]:
             place, own = Place(*operands[:4]), operands[4:]
-            return typed_like(kernel.run(own, group, reduction, place), operands[2:], group)
+            return typed_like(kernel.run(own, Group.of(group.names, place.rank), reduction, place), operands[2:], group)
 
         return run
 
     def by_ring(*operands: jax.Array) -> list[jax.Array]:
         place = Place(*operands[:4])
         own = reduction.with_operands(place.num_skipped, place.shift)
-        return ppermute.reduce_arrays(operands[4:], Group.of(group.names, place.rank), own)
+        return ppermute.reduce_by_ppermute(operands[4:], Group.of(group.names, place.rank), own)
 
     @jax.custom_jvp
     def reduce(*operands: jax.Array) -> list[jax.Array]:
@@ -116,8 +115,6 @@ def _reason_against_all(group: Group, reduction: Reduction) -> str | None:
         return "mode='dropout' is for comparison, by lax.ppermute alone"
     if not isinstance(reduction.num_gather_skipped, int) or reduction.num_gather_skipped:
         return "num_gather_skipped is for comparison, by lax.ppermute alone"
-    if not isinstance(reduction.topology, Ring):
-        return f"topology={reduction.topology.name!r}: kernels know the ring alone"
     here = jax.default_backend()
     if here not in {kernel.backend for kernel in KERNELS}:
         return f"there are no kernels for JAX's default backend here, {here}"

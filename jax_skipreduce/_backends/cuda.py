@@ -13,6 +13,7 @@ import numpy as np
 from jax_skipreduce._backends import ffi
 from jax_skipreduce._backends.kernel import Kernel, Place
 from jax_skipreduce._backends.reduction import Reduction
+from jax_skipreduce._topologies.ring import Ring
 from jax_skipreduce._workers.blocks import from_block, to_block
 from jax_skipreduce._workers.group import Group
 
@@ -29,6 +30,8 @@ class CudaKernel(Kernel):
     def reason_against(self, dtype: Any, group: Group, reduction: Reduction) -> str | None:
         """The reason why the kernel cannot; see `Kernel.reason_against`."""
         del group
+        if not isinstance(reduction.topology, Ring):
+            return f"topology={reduction.topology.name!r}: this kernel knows the ring alone"
         sent = reduction.wire.sent_as(dtype)
         if reason := ffi.reason_against_dtype(dtype, sent, _DTYPES) or ffi.reason_against_cuda():
             return reason

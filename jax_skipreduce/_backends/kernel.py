@@ -33,7 +33,7 @@ class Place:
 
 
 class Kernel(abc.ABC):
-    """Reduces arrays as `ppermute.reduce_arrays` does, with the same bits.
+    """Reduces arrays as `ppermute.reduce_by_ppermute` does, with the same bits.
 
     Attributes:
       platform: as `lax.platform_dependent` calls it.
@@ -51,7 +51,7 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def run(self, arrays: Sequence[jax.Array], group: Group, reduction: Reduction, place: Place) -> list[jax.Array]:
-        """The reduced arrays; see `ppermute.reduce_arrays`. `typed_like` gives them their types."""
+        """The reduced arrays; see `ppermute.reduce_by_ppermute`. `typed_like` gives them their types."""
 
 
 def typed_like(means: Sequence[jax.Array], operands: Sequence[Any], group: Group) -> list[jax.Array]:

@@ -23,7 +23,7 @@ from jax_skipreduce._workers.loop import MAX_UNROLLED_STEPS, loop
 from jax_skipreduce._workers.mean import accumulator, normalized
 
 
-def reduce_arrays(arrays: Sequence[jax.Array], group: Group, reduction: Reduction) -> list[jax.Array]:
+def reduce_by_ppermute(arrays: Sequence[jax.Array], group: Group, reduction: Reduction) -> list[jax.Array]:
     """All-reduces arrays of one dtype, each cut in N slices of its own. None of them is empty."""
     blocks = reduce_blocks([to_block(array, group.size) for array in arrays], group, reduction)
     return [from_block(block, array.shape) for block, array in zip(blocks, arrays, strict=True)]

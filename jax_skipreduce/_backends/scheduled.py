@@ -38,20 +38,25 @@ def reduce_blocks(blocks: Sequence[jax.Array], group: Group, reduction: Reductio
         )
     widths = [block.shape[1] for block in blocks]
     # With a shift of c, slice j of the schedule is slice j + c of the vector: the rows move, and the schedule stays.
-    moved = jnp.roll(jnp.concatenate(blocks, axis=1), -jnp.asarray(reduction.shift), axis=0)
+    moved = jnp.roll(jnp.concatenate(blocks, axis=1), -reduction.shift, axis=0)
     if isinstance(reduction.num_skipped, int):
         rows = _reduce_rows(moved, group, reduction, reduction.num_skipped)
     else:
         counts = range(topology.max_skipped(group.size) + 1)
         branches = [lambda rows, k=k: _reduce_rows(rows, group, reduction, k) for k in counts]
         rows = lax.switch(reduction.num_skipped, branches, moved)
-    back = jnp.roll(rows, jnp.asarray(reduction.shift), axis=0)
+    back = jnp.roll(rows, reduction.shift, axis=0)
     return jnp.split(back, np.cumsum(widths)[:-1], axis=1)
 
 
 def _reduce_rows(rows: jax.Array, group: Group, reduction: Reduction, num_skipped: int) -> jax.Array:
     """The reduced rows of all slices, typed as the same on all workers."""
     schedule = reduction.topology.schedule(group.size, num_skipped)
+    if (schedule.num_workers, schedule.num_slices) != (group.size, group.size):
+        raise ValueError(
+            f"topology {reduction.topology.name!r} has a schedule of {schedule.num_slices} slices for "
+            f"{schedule.num_workers} workers: expected {group.size} of both"
+        )
     channel, dtype = Channel(group, reduction.wire), rows.dtype
     held = group.local(rows).astype(accumulator(dtype))
     for step in schedule.reduce_steps:
@@ -68,6 +73,8 @@ def _reduce_rows(rows: jax.Array, group: Group, reduction: Reduction, num_skippe
         slice_of = np.argsort(owners).astype(np.int32)
         mine = lax.dynamic_index_in_dim(means, jnp.asarray(slice_of)[group.rank], axis=0, keepdims=False)
         return channel.gather(mine)[owners]
+    if lacking := schedule.lacking():
+        raise ValueError(f"topology {reduction.topology.name!r}: worker {lacking[0]} never gets slice {lacking[1]}")
     is_mine = (jnp.asarray(owners) == group.rank)[:, None]
     for step in schedule.copy_steps:
         means = _run_step(step, means, channel, means.dtype)

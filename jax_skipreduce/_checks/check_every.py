@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from jax_skipreduce._checks.processes import compare_once
 from jax_skipreduce._checks.replicas import check_replicas_when
 from jax_skipreduce._gradients.specs import checked_specs
 from jax_skipreduce._workers.axes import AxisName, axis_names, check_counter
@@ -48,8 +49,8 @@ def check_every(
       An `optax.GradientTransformation` with state `CheckEveryState`.
 
     Raises:
-      ValueError, TypeError: an argument is out of range (at once); `params` is None, or the counter differs between
-        workers (when the step is traced).
+      ValueError, TypeError: an argument is out of range (at once); `params` is None, the counter differs between
+        workers, or processes compare in different steps (when the step is traced).
       jax.errors.JaxRuntimeError: parameters differ (while the program runs); see `check_replicas`.
 
     Example:
@@ -64,6 +65,10 @@ def check_every(
     """
     check_int("num_steps", num_steps, 1)
     names = axis_names(axis_name)
+    if param_specs is not None and mesh is None:
+        raise ValueError(
+            f"param_specs={param_specs}: they go with mesh=, in pjit programs. Inside jax.shard_map, leave them out"
+        )
     if mesh is not None and (missing := [name for name in names if name not in mesh.axis_names]):
         raise ValueError(f"axis_name={axis_name!r}: the mesh has no axis {missing}, only {mesh.axis_names}")
 
@@ -81,6 +86,8 @@ def check_every(
             raise ValueError(
                 f"params=None: with sr.check_every({num_steps}, ..), call update(grads, state, params) with params"
             )
+        # Workers that compare in different steps would wait for each other for ever.
+        compare_once("check_every", lambda: {"check_every": f"{num_steps} steps over {names}"}, mesh, names)
         if mesh is None:
             check_counter(state.num_steps, names, "check_every")
             check_now(params, state.num_steps)

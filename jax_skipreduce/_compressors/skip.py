@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -19,13 +19,13 @@ from jax_skipreduce._gradients.ratio import (
     num_steps_of,
     ratio_at,
     ratios_of_leaves,
+    schedule_text,
 )
 from jax_skipreduce._gradients.shift import random_shifts, step_keys
 from jax_skipreduce._topologies.ring import RING
 from jax_skipreduce._topologies.topology import Topology
 from jax_skipreduce._transform.compressor import Compressor, LeafForecast, LeafPlan, StepForecast
 from jax_skipreduce._workers.arguments import checked_count
-from jax_skipreduce._workers.axes import outside_of_the_trace
 from jax_skipreduce._workers.blocks import slice_size
 from jax_skipreduce._workers.group import Group
 from jax_skipreduce._workers.mean import Normalize, check_normalize
@@ -160,14 +160,9 @@ class Skip(Compressor):
 
     def fingerprint(self, tree: Any) -> tuple[dict[str, str], list[str]]:
         """The fields, and the ratio of each leaf. A function counts by what it returns."""
-        of_all = {
-            "mode": self.mode,
-            "normalize": self.normalize,
-            "seed": str(self.seed),
-            "wire_dtype": str(self.wire.dtype),
-            "topology": self.topology.name,
-            "backend": chosen_backend(self.backend),
-        }
+        of_all, _ = super().fingerprint(tree)
+        del of_all["skip_ratio"]
+        of_all["backend"] = chosen_backend(self.backend)
         ratios = ratios_of_leaves(self.skip_ratio, tree)
         shown = {id(ratio): ratio for ratio in ratios}
         shown = {key: f"skip_ratio {_shown(ratio)}" for key, ratio in shown.items()}
@@ -177,9 +172,4 @@ class Skip(Compressor):
 def _shown(ratio: Any) -> str:
     if isinstance(ratio, Tracer):
         return "traced"
-    if not callable(ratio):
-        return f"{float(ratio):g}"
-    schedule: Callable[[Any], Any] = ratio
-    values: list[Any] = outside_of_the_trace(lambda: [schedule(jnp.int32(count)) for count in _COMPARED_STEPS])
-    # Processors of different types may differ in the last digits.
-    return ", ".join(f"{float(value):.4g}" for value in values)
+    return schedule_text(ratio) if callable(ratio) else f"{float(ratio):g}"

@@ -217,7 +217,7 @@ def forecast(
     num_parts = _num_fast_workers(settings, num_fast_workers)
     shards = shards_of(settings, params, None, num_workers)
     tree = jax.tree.unflatten(jax.tree.structure(params), [shard.leaf for shard in shards])
-    plan = plan_step(settings, tree, [shard.axes for shard in shards], num_workers, jnp.int32(count))
+    plan = plan_step(settings, tree, [frozenset(shard.axes) for shard in shards], num_workers, jnp.int32(count))
     step = settings.compressor.forecast(tree, num_workers, num_parts, count)
     described = tuple(
         _describe_leaf(settings, path, shard.leaf, treatment, num_workers, num_parts, compressed)

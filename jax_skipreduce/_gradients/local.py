@@ -141,16 +141,20 @@ class _Held:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Whether `leaf` is an array or a number, which an optimizer may update."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, float, complex)) or (
-        isinstance(leaf, int) and not isinstance(leaf, bool)
+    """Whether `leaf` is an array, a number, or what JAX knows besides: for `jax.grad` to take or to refuse."""
+    if isinstance(leaf, (str, bytes, bool)):
+        return False
+    return isinstance(leaf, (int, float, complex)) or any(
+        hasattr(leaf, name) for name in ("dtype", "aval", "__jax_array__")
     )
 
 
 def _check_differentiable(tree: Any, leaves: Sequence[Any], allow_int: bool) -> None:
     """Raises TypeError, naming the leaf, if JAX would not differentiate with respect to it."""
     for path, leaf in zip(leaf_paths(tree), leaves, strict=True):
-        if _is_array(leaf) and not allow_int and not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+        if allow_int or not isinstance(leaf, (jax.Array, np.ndarray, np.generic, int)) or isinstance(leaf, (str, bool)):
+            continue
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
             raise TypeError(
                 f"leaf {path!r} has dtype {jnp.result_type(leaf)}, which has no gradient. Leave it out of what is "
                 "differentiated (with Equinox: eqx.partition(model, eqx.is_inexact_array)), take sr.local_params and "

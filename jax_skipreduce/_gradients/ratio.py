@@ -24,6 +24,9 @@ _EXPECTED = (
     "(N-1)/N for N workers"
 )
 
+# Steps at which processes compare their schedules.
+_COMPARED_COUNTS = (0, *(2**power for power in range(21)))
+
 # Steps at which a schedule's ratio is looked at when the training step is traced.
 _PROBED_COUNTS = (0, 1, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
 
@@ -137,3 +140,10 @@ def _look_ahead(schedule: Callable[[Any], Any]) -> None:
             check_ratio(schedule(jnp.int32(count)), f" at step {count}")
 
     outside_of_the_trace(look)
+
+
+def schedule_text(schedule: Callable[[Any], Any]) -> str:
+    """What `schedule` gives at some steps, for a comparison between processes."""
+    values: list[Any] = outside_of_the_trace(lambda: [schedule(jnp.int32(count)) for count in _COMPARED_COUNTS])
+    # Processors of different types may differ in the last digits.
+    return ", ".join(f"{float(value):.4g}" for value in values)

@@ -37,8 +37,13 @@ def specs_of_types(tree: Any, num_leading: int = 0) -> Any:
 
 def axes_of(spec: PartitionSpec) -> frozenset[Hashable]:
     """The axes that `spec` names."""
+    return frozenset(axes_in_order(spec))
+
+
+def axes_in_order(spec: PartitionSpec) -> tuple[Hashable, ...]:
+    """The axes that `spec` names, in the order of the dimensions."""
     names = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
-    return frozenset(name for name in names if name is not None)
+    return tuple(name for name in names if name is not None)
 
 
 def is_spec(x: Any) -> bool:

@@ -33,19 +33,19 @@ def run(
     expected = (schedule.num_workers, schedule.num_slices)
     if slices.shape[:2] != expected:
         raise ValueError(f"slices.shape={slices.shape}: expected it to begin with {expected}")
-    wide = slices.dtype if accumulator is None else accumulator
-    held = slices.copy()
+    held = slices.astype(slices.dtype if accumulator is None else accumulator)
     for step in schedule.steps:
         before = held.copy()
         for transfer in step:
-            arrived = before[transfer.source, transfer.slice_index]
+            # What is on the wire has the dtype of the slices, or a narrower one.
+            arrived = before[transfer.source, transfer.slice_index].astype(slices.dtype)
             if wire_dtype is not None:
                 arrived = arrived.astype(wire_dtype).astype(slices.dtype)
+            arrived = arrived.astype(held.dtype)
             if transfer.operation == "copy":
                 held[transfer.source, transfer.slice_index] = arrived
             if transfer.operation == "reduce":
                 # On the wire first, then the receiver's own: the order in which a ring adds.
-                own = before[transfer.target, transfer.slice_index]
-                arrived = np.add(arrived.astype(wide), own.astype(wide)).astype(slices.dtype)
+                arrived = np.add(arrived, before[transfer.target, transfer.slice_index])
             held[transfer.target, transfer.slice_index] = arrived
-    return held
+    return held.astype(slices.dtype)

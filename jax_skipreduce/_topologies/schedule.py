@@ -107,6 +107,17 @@ class Schedule:
                 held[transfer.target][j] = arrived | own
         return tuple(map(tuple, held))
 
+    def lacking(self) -> tuple[int, int] | None:
+        """A worker and a slice that it never gets from the slice's owner; None if all get all."""
+        has = [{j for j, owner in enumerate(self.owners()) if owner == rank} for rank in range(self.num_workers)]
+        for step in self.copy_steps:
+            before = [set(slices) for slices in has]
+            for transfer in step:
+                if transfer.slice_index in before[transfer.source]:
+                    has[transfer.target].add(transfer.slice_index)
+        missing = ((rank, j) for rank in range(self.num_workers) for j in range(self.num_slices) if j not in has[rank])
+        return next(missing, None)
+
     def owners(self) -> tuple[int, ...]:
         """The worker that holds each slice, reduced, when the steps that reduce are over.
 

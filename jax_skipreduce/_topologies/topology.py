@@ -7,6 +7,7 @@ A topology is data. `Topology.schedule` says who sends what to whom. The executo
 from __future__ import annotations
 
 import abc
+import functools
 from typing import ClassVar
 
 from jax_skipreduce._topologies.schedule import Schedule
@@ -23,6 +24,9 @@ class Topology(abc.ABC):
     """
 
     name: ClassVar[str]
+
+    def __str__(self) -> str:
+        return self.name
 
     @abc.abstractmethod
     def schedule(self, num_workers: int, num_skipped: int = 0, shift: int = 0, num_gather_skipped: int = 0) -> Schedule:
@@ -48,9 +52,15 @@ class Topology(abc.ABC):
 
     def slices_sent(self, num_workers: int, num_skipped: int = 0, num_gather_skipped: int = 0) -> int:
         """Slices sent by the worker that sends most. Times the bytes of a slice: bytes on the wire."""
-        return max(self.schedule(num_workers, num_skipped, 0, num_gather_skipped).slices_sent())
+        return _slices_sent(self, num_workers, num_skipped, num_gather_skipped)
 
     def speedup(self, num_workers: int, num_skipped: int) -> float:
         """How many times fewer bytes are sent than with nothing skipped; 1 where nothing is sent."""
         sent = self.slices_sent(num_workers, num_skipped)
         return self.slices_sent(num_workers) / sent if sent else 1.0
+
+
+@functools.lru_cache(maxsize=1024)
+def _slices_sent(topology: Topology, num_workers: int, num_skipped: int, num_gather_skipped: int) -> int:
+    # A schedule of many workers is many transfers, and a description asks for each leaf.
+    return max(topology.schedule(num_workers, num_skipped, 0, num_gather_skipped).slices_sent())

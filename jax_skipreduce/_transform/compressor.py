@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
 
+from jax_skipreduce._gradients.ratio import schedule_text
 from jax_skipreduce._workers.group import Group
 
 
@@ -80,7 +83,7 @@ class Compressor(abc.ABC):
 
     @property
     def keeps_state(self) -> bool:
-        """Whether workers keep anything from step to step."""
+        """Whether workers keep anything from step to step; override it where a field decides."""
         return type(self).init is not Compressor.init
 
     def init(self, leaf: jax.ShapeDtypeStruct, num_workers: int) -> Any:
@@ -149,5 +152,17 @@ class Compressor(abc.ABC):
 
     def fingerprint(self, tree: Any) -> tuple[dict[str, str], list[str]]:
         """What all processes have to agree on: settings by name, and a text for each leaf of `tree`."""
-        fields = {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
+        fields = {field.name: _field_text(getattr(self, field.name)) for field in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
         return {"compressor": self.name} | fields, [""] * len(jax.tree.leaves(tree))
+
+
+def _field_text(value: Any) -> str:
+    """A text that is the same on processes that agree: what a schedule gives, all digits of an array."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return f"{value.dtype}{list(value.shape)} {hashlib.sha256(np.asarray(value).tobytes()).hexdigest()[:16]}"
+    if not callable(value):
+        return str(value)
+    try:
+        return schedule_text(value)
+    except (TypeError, ValueError):
+        return getattr(value, "__qualname__", type(value).__name__)  # a function of something else

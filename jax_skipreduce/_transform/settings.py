@@ -45,6 +45,11 @@ class Settings:
                 f"fast_axes={fast}: {', '.join(both)} is in axis_name={self.axis_name!r}, too. An axis is either "
                 "reduced in full (fast_axes) or with skipping (axis_name)"
             )
+        if fast and self.compressor.keeps_state:
+            raise ValueError(
+                f"fast_axes={fast_as_given!r}: {self.compressor.name} keeps state per worker, which does not go with "
+                "two networks. Leave fast_axes out, and name all data axes in axis_name"
+            )
         check_int("min_size", self.min_size, 0)
         check_int("bucket_bytes", self.bucket_bytes, 1)
         if self.mesh is not None and (missing := [name for name in self.all_axes if name not in self.mesh.axis_names]):

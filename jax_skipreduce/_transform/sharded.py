@@ -17,8 +17,9 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_skipreduce._gradients.paths import leaf_paths
-from jax_skipreduce._gradients.specs import axes_of, checked_specs, is_spec
+from jax_skipreduce._gradients.specs import axes_in_order, axes_of, checked_specs, is_spec
 from jax_skipreduce._transform.settings import Settings
+from jax_skipreduce._transform.state import specs_of_rows
 from jax_skipreduce._transform.step import reduce_gradients
 from jax_skipreduce._workers.group import Group
 
@@ -45,7 +46,7 @@ def reduce_local(settings: Settings, grads: Any, count: Any, per_worker: Any) ->
     if not any(axes_of(spec) for spec in jax.tree.leaves(specs, is_leaf=is_spec)):
         return reduce_gradients(settings, group, grads, count, per_worker)  # over Auto axes that nothing is said of
     entries = _without_entries(grads, per_worker)
-    rows = _row_specs(specs, entries, (), remaining)
+    rows = _row_specs(specs, entries, ())
 
     def reduce(arrays: Any, count: Any, per_worker: Any, rank: jax.Array) -> tuple[Any, Any]:
         return reduce_gradients(settings, Group.of(settings.axis_name, rank), arrays, count, per_worker)
@@ -77,7 +78,7 @@ def reduce_stacked(settings: Settings, grads: Any, count: Any, params: Any, per_
     specs = checked_specs(settings.param_specs, arrays, others, num_leading=1)
     stacked = jax.tree.map(lambda spec: PartitionSpec(names, *spec), specs, is_leaf=is_spec)
     entries = _without_entries(grads, per_worker)
-    rows = _row_specs(specs, entries, names, others)
+    rows = _row_specs(specs, entries, names)
 
     def reduce(rows: Any, count: Any, per_worker: Any) -> tuple[Any, Any]:
         own = jax.tree.map(lambda row: row[0], rows)
@@ -94,17 +95,12 @@ def reduce_stacked(settings: Settings, grads: Any, count: Any, params: Any, per_
     return _with_float0(grads, means, num_leading=1), _with_entries(grads, kept)
 
 
-def _row_specs(specs: Any, per_worker: Any, names: tuple[Any, ...], others: list[Any]) -> Any:
-    """How rows of state are sharded: over the data axes, and the axes that their parameter is sharded over."""
-    flat = jax.tree.leaves(specs, is_leaf=is_spec)
-    if not isinstance(per_worker, (tuple, list)) or len(per_worker) != len(flat):
-        return jax.tree.map(lambda _: PartitionSpec(names), per_worker)  # `take_row` says what is wrong
-    entries = []
-    for spec, entry in zip(flat, per_worker, strict=True):
-        sharded = tuple(name for name in others if name in axes_of(spec))
-        rows = (*names, *sharded)
-        entries.append(jax.tree.map(lambda _, rows=rows: PartitionSpec(rows or None), entry))
-    return type(per_worker)(entries)
+def _row_specs(specs: Any, per_worker: Any, names: tuple[Any, ...]) -> Any:
+    """How rows of state are sharded: over the data axes `names`, and the axes that their parameter is sharded over."""
+    rows = [PartitionSpec((*names, *axes_in_order(spec)) or None) for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
+    if not isinstance(per_worker, (tuple, list)) or len(per_worker) != len(rows):
+        return jax.tree.map(lambda _: PartitionSpec(names or None), per_worker)  # `take_row` says what is wrong
+    return specs_of_rows(per_worker, rows)
 
 
 def _warn_of_auto_axes(settings: Settings) -> None:

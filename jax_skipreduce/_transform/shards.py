@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from jax_skipreduce._gradients.specs import axes_of, broadcast_specs, is_spec, specs_of_types
+from jax_skipreduce._gradients.specs import axes_in_order, broadcast_specs, checked_specs, is_spec, specs_of_types
 from jax_skipreduce._transform.settings import Settings
 from jax_skipreduce._workers.axes import axis_names, varying_axes
 from jax_skipreduce._workers.group import Group
@@ -28,14 +29,9 @@ class Shard:
     """
 
     leaf: jax.ShapeDtypeStruct
-    axes: frozenset[Hashable]
+    axes: tuple[Hashable, ...]
     num_parts: int
     num_workers: int
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of state, one for each worker of the data axis and each part."""
-        return self.num_workers * self.num_parts
 
 
 def shards_of(settings: Settings, params: Any, group: Group | None, num_workers: int | None = None) -> list[Shard]:
@@ -50,15 +46,19 @@ def shards_of(settings: Settings, params: Any, group: Group | None, num_workers:
     Raises:
       ValueError: N is not known.
     """
-    flat = [jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in jax.tree.leaves(params)]
-    if group is not None:
-        varying = [varying_axes(leaf) - set(group.names) for leaf in jax.tree.leaves(params)]
-        return [Shard(leaf, axes, 1, group.size) for leaf, axes in zip(flat, varying, strict=True)]
-    mesh = settings.mesh
+    leaves = jax.tree.leaves(params)
+    flat = [jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
     ambient = jax.sharding.get_abstract_mesh()
-    names = axis_names(settings.axis_name)
+    if group is not None:
+        remaining = [name for name in ambient.axis_names if name not in ambient.manual_axes]
+        if not remaining or group.is_simulated:
+            varying = [tuple(sorted(varying_axes(leaf) - set(group.names), key=str)) for leaf in leaves]
+            return [Shard(leaf, axes, 1, group.size) for leaf, axes in zip(flat, varying, strict=True)]
+        return _cut(flat, checked_specs(settings.param_specs, params, remaining, num_leading=0), ambient, group.size)
+    mesh, given = settings.mesh, settings.param_specs
+    knows_workers = num_workers is not None
     if num_workers is None:
-        known = mesh if mesh is not None else ambient
+        known, names = mesh if mesh is not None else ambient, axis_names(settings.axis_name)
         if not all(name in known.axis_names for name in names):
             raise ValueError(
                 f"{settings.compressor.name} keeps state per worker, and how many workers axis_name="
@@ -66,21 +66,31 @@ def shards_of(settings: Settings, params: Any, group: Group | None, num_workers:
                 "inside jax.shard_map, or give mesh="
             )
         num_workers = prod(known.shape[name] for name in names)
-    if mesh is None and settings.param_specs is not None:
+    if mesh is None and given is not None:
         if ambient.empty:
             raise ValueError(
                 "param_specs is given, but no mesh, so the sizes of shards are not known here: call this in a "
                 "context of jax.set_mesh(mesh)"
             )
         mesh = ambient
+    if mesh is None and not knows_workers and any(isinstance(leaf, jax.Array) for leaf in leaves):
+        mesh = ambient  # Explicit axes, of which types tell
     if mesh is None:
-        return [Shard(leaf, frozenset(), 1, num_workers) for leaf in flat]
-    given = settings.param_specs
+        return [Shard(leaf, (), 1, num_workers) for leaf in flat]
     specs = specs_of_types(params) if given is None else broadcast_specs(given, params)
+    return _cut(flat, specs, mesh, num_workers)
+
+
+def _cut(flat: Sequence[jax.ShapeDtypeStruct], specs: Any, mesh: Any, num_workers: int) -> list[Shard]:
+    """The shards of whole parameters that are sharded over `mesh` as `specs` say."""
     shards = []
     for leaf, spec in zip(flat, jax.tree.leaves(specs, is_leaf=is_spec), strict=True):
-        axes = axes_of(spec)
-        held = jax.sharding.NamedSharding(mesh, spec).shard_shape(leaf.shape)
-        parts = prod(mesh.shape[name] for name in axes)
-        shards.append(Shard(jax.ShapeDtypeStruct(held, leaf.dtype), axes, parts, num_workers))
+        axes = axes_in_order(spec)
+        pieces = [prod(mesh.shape[name] for name in axes_in_order(PartitionSpec(entry))) for entry in spec]
+        pieces += [1] * (len(leaf.shape) - len(pieces))
+        for size, number in zip(leaf.shape, pieces, strict=True):
+            if size % number:
+                raise ValueError(f"a parameter of shape {leaf.shape} cannot be cut as {spec} says, in {pieces} parts")
+        held = tuple(size // number for size, number in zip(leaf.shape, pieces, strict=True))
+        shards.append(Shard(jax.ShapeDtypeStruct(held, leaf.dtype), axes, prod(pieces), num_workers))
     return shards

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jax_skipreduce._collectives.hierarchy import reduce_hierarchically
 from jax_skipreduce._gradients.buckets import order_of_use
@@ -40,8 +41,8 @@ def reduce_gradients(
     everybody = bound_axes(settings.all_axes)
     check_local(grads, everybody, group.tracked)
     plan = plan_step(settings, grads, [varying_axes(leaf) for leaf in leaves], group.size, count)
-    if plan.protects_nothing and isinstance(settings.protect, ByPath):
-        # Other functions, and masks, may rightly protect nothing.
+    if plan.protects_nothing and isinstance(settings.protect, ByPath) and leaves and not _is_masked(grads):
+        # Other functions, and masks, may rightly protect nothing; so may a pattern in a part of the tree.
         warnings.warn(
             f"protect={settings.protect!r} matches no leaf, so nothing is protected: a mistyped path? sr.describe "
             "shows the paths",
@@ -71,3 +72,12 @@ def reduce_gradients(
     for index, mean in zip(in_full, reduce_in_full([leaves[i] for i in in_full], everybody), strict=True):
         reduced[index] = mean
     return jax.tree.unflatten(treedef, reduced), put_row(group, states, per_worker)
+
+
+def _is_masked(grads: Any) -> bool:
+    """Whether `optax.masked` or `optax.partition` shows a part of the tree."""
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    return any(map(is_masked, jax.tree.leaves(grads, is_leaf=is_masked)))

@@ -25,6 +25,9 @@ class Wire:
 
     dtype: np.dtype | None = None
 
+    def __str__(self) -> str:
+        return str(self.dtype)
+
     @classmethod
     def of(cls, wire_dtype: Any) -> Wire:
         """The format that a user names.

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
 from jax_skipreduce import SkipReduce
-from jax_skipreduce._transform import configuration as _configuration
-from jax_skipreduce._transform.configuration import _is_of_all_processes, fingerprint, first_difference
+from jax_skipreduce._checks import processes
+from jax_skipreduce._checks.processes import first_difference, is_of_all_processes
+from jax_skipreduce._transform.configuration import fingerprint
 from tests.multiprocess.test_gloo import free_port
 
 ROOT = Path(__file__).parent.parent.parent
@@ -90,15 +91,19 @@ class Store:
 def trace_as(monkeypatch):
     """A function of (rank, settings, size): what process `rank` of two does when it traces its first step."""
     store = Store()
-    monkeypatch.setattr(_configuration, "_store", lambda: store)
+    monkeypatch.setattr(processes, "_store", lambda: store)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
     def trace(rank, settings, size=2000):
+        settings = dict(settings)
         monkeypatch.setattr(jax, "process_index", lambda: rank)
-        monkeypatch.setattr(_configuration, "_is_published", False)
+        monkeypatch.setattr(processes, "_published", set())
+        every = settings.pop("check_every", None)
         tx = sr.skipreduce("data", **{"skip_ratio": 0.5, **settings})
+        if every is not None:
+            tx = optax.chain(tx, sr.check_every(every, "data"))
         step = jax.shard_map(
-            lambda g: tx.update(g, sr.SkipReduceState(jnp.int32(0)))[0],
+            lambda g: tx.update(g, tx.init(g), g)[0],
             mesh=jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)),
             in_specs=P("data"),
             out_specs=P(),
@@ -116,6 +121,7 @@ DIFFERENCES = {
     "seed": ({"seed": 0}, {"seed": 7}, 2000, r"seed is 7 on the first and 0 on the second"),
     "ratio": ({}, {"skip_ratio": 0.0}, 2000, r"gradient 'w' is float32\[2000\], skipped, skip_ratio 0 on the first"),
     "schedule": (warm_up(10), warm_up(5), 2000, r"gradient 'w' is float32\[2000\], skipped, skip_ratio 0, "),
+    "check_every": ({"check_every": 3}, {"check_every": 4}, 2000, r"check_every is 4 steps over .* and 3 steps"),
     "tree": ({}, {}, 3000, r"gradient 'w' is float32\[3000\].* on the first and float32\[2000\]"),
 }
 
@@ -166,15 +172,14 @@ def test_schedules_are_looked_at_inside_of_any_mesh(ratio, axis_type):
 
 def test_who_is_compared(monkeypatch):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    config = SkipReduce("data", 0.5).settings
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(_configuration, "_store", object)
+    monkeypatch.setattr(processes, "_store", object)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert _is_of_all_processes(SkipReduce("data", 0.5, mesh=mesh).settings)
+    assert is_of_all_processes(mesh, ("data",))
     seen = []
 
     def step(x):
-        seen.append(_is_of_all_processes(config))
+        seen.append(is_of_all_processes(None, ("data",)))
         return x
 
     jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())(jnp.zeros(3))
