@@ -54,11 +54,6 @@ class Topology(abc.ABC):
         """Slices sent by the worker that sends most. Times the bytes of a slice: bytes on the wire."""
         return _slices_sent(self, num_workers, num_skipped, num_gather_skipped)
 
-    def speedup(self, num_workers: int, num_skipped: int) -> float:
-        """How many times fewer bytes are sent than with nothing skipped; 1 where nothing is sent."""
-        sent = self.slices_sent(num_workers, num_skipped)
-        return self.slices_sent(num_workers) / sent if sent else 1.0
-
 
 @functools.lru_cache(maxsize=1024)
 def _slices_sent(topology: Topology, num_workers: int, num_skipped: int, num_gather_skipped: int) -> int:
