@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
 from jax_skipreduce._backends.choice import reduce_arrays
@@ -15,7 +16,7 @@ from jax_skipreduce._gradients.in_full import reduce_in_full
 from jax_skipreduce._workers import blocks
 from jax_skipreduce._workers.blocks import from_block, to_block
 from jax_skipreduce._workers.group import Group
-from tests.helpers import bits, collectives, count_collectives, each_worker, normal, replicated_step
+from tests.helpers import bits, collectives, count_collectives, data_mesh, each_worker, normal, replicated_step
 
 shapes = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), max_size=6)
 dtypes = st.sampled_from(["float32", "bfloat16", "complex64"])
@@ -134,3 +135,36 @@ def test_large_leaves_are_read_where_they_lie_and_nobody_can_tell(monkeypatch, r
         )(leaf, shift)
         for least, result in results.items():
             assert bits(result[number]) == bits(alone), (least, number)
+
+
+def test_no_bucket_waits_for_a_leaf_that_it_does_not_hold():
+    """In the lowered program, what the first permute of each bucket depends on are the leaves of that bucket."""
+    shapes = [1000, 1200, 1400, 1600]
+    tx = sr.skipreduce("data", 0.5, min_size=1, bucket_bytes=1, mode="static", backend="xla")
+
+    def reduce(grads):
+        return tx.update(grads, sr.SkipReduceState(jnp.int32(0)))[0]
+
+    grads = [normal((4, size), seed=size) for size in shapes]
+    mapped = jax.shard_map(
+        lambda grads: reduce([leaf[0] for leaf in grads]), mesh=data_mesh(4), in_specs=P("data"), out_specs=P()
+    )
+    (equation,) = [eqn for eqn in jax.make_jaxpr(mapped)(grads).eqns if eqn.primitive.name == "shard_map"]
+    inner = equation.params["jaxpr"]
+    depends = {variable: {i} for i, variable in enumerate(inner.invars)}
+    order = []
+    for eqn in inner.eqns:
+        found = set().union(*(depends.get(v, set()) for v in eqn.invars if not hasattr(v, "val")))
+        if eqn.primitive.name == "ppermute":
+            order.append(found)
+        depends |= dict.fromkeys(eqn.outvars, found)
+    # One leaf each, the last one first: the backward pass has its gradient first.
+    assert [min(found) for found in order] == [i for i in (3, 2, 1, 0) for _ in range(len(order) // 4)]
+    assert all(len(found) == 1 for found in order)
+
+
+def test_counts_of_collectives_are_unchanged():
+    grads = {"a": normal((8, 65, 33)), "bias": normal((8, 7))}
+    tx = sr.skipreduce("data", 0.5, backend="xla")
+    run = each_worker("shard_map", lambda g: tx.update(g, sr.SkipReduceState(jnp.int32(3)))[0], 8)
+    assert count_collectives(run, grads) == {"collective-permute": 3, "all-gather": 1, "all-reduce": 1}

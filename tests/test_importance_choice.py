@@ -200,3 +200,13 @@ def test_the_table_in_the_docs_is_what_is_printed(capsys):
     (block, *_) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(block, {})
     assert f"```text\n{capsys.readouterr().out}```" in text
+
+
+@pytest.mark.parametrize(
+    ("old", "way_out"), [("protected_fraction", "protected_ratio"), ("mask", "give the Protection itself as protect=")]
+)
+def test_old_attributes_say_what_to_take(old, way_out):
+    chosen = sr.choose_protected({"a": 0.9, "b": 0.1}, {"a": jnp.zeros(10), "b": jnp.zeros(990)}, min_size=1)
+    with pytest.raises(AttributeError, match=f"Protection.{old}: since version 0.2, {way_out}"):
+        getattr(chosen, old)
+    assert not hasattr(chosen, "nothing")

@@ -67,3 +67,12 @@ def test_where_nothing_is_skipped():
         found = sr.metrics(reduction.transform().init(PARAMS), PARAMS, 8, reduction)
         assert (found["skipreduce/num_skipped"], found["skipreduce/skip_ratio"]) == (0, 0.0)
         assert found["skipreduce/bytes_saved"] == 0
+
+
+def test_one_counter_is_found_beside_adams():
+    tx = optax.chain(sr.skipreduce("data"), optax.adam(1e-3))
+    state = tx.init(PARAMS)
+    assert int(optax.tree.get(state, "count")) == 0
+    assert int(optax.tree.get(state, "num_reductions")) == 0
+    with pytest.raises(AttributeError, match="called num_reductions since version"):
+        _ = state[0].count

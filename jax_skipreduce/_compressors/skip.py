@@ -34,9 +34,6 @@ from jax_skipreduce._workers.wire import AS_THEY_ARE, Wire
 
 TransformMode = Literal["random", "static", "dropout"]
 
-# The steps for which processes compare their schedules.
-_COMPARED_STEPS = (0, *(2**power for power in range(21)))
-
 
 @dataclasses.dataclass(frozen=True)
 class Skip(Compressor):
@@ -162,6 +159,7 @@ class Skip(Compressor):
         """The fields, and the ratio of each leaf. A function counts by what it returns."""
         of_all, _ = super().fingerprint(tree)
         del of_all["skip_ratio"]
+        of_all["wire_dtype"] = of_all.pop("wire")  # as users call it
         of_all["backend"] = chosen_backend(self.backend)
         ratios = ratios_of_leaves(self.skip_ratio, tree)
         shown = {id(ratio): ratio for ratio in ratios}

@@ -17,6 +17,16 @@ from jax_skipreduce._workers.renamed import renamed
 _RANKED = ("protected", "skipped", "small")
 
 
+# Attributes of Protection before version 0.2, and what to take.
+_RENAMED = {
+    "max_protected": "max_protected_ratio",
+    "protected_fraction": "protected_ratio",
+    "important_fraction": "important_ratio",
+    "mask": "give the Protection itself as protect=",
+    "save_figure": "the figure is drawn by examples/importance.py",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class LeafImportance:
     """One gradient.
@@ -50,6 +60,12 @@ class Protection:
 
     leaves: tuple[LeafImportance, ...]
     max_protected_ratio: float = dataclasses.field(compare=False)
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what is not there comes here.
+        if name in _RENAMED:
+            raise AttributeError(f"Protection.{name}: since version 0.2, {_RENAMED[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -181,12 +181,22 @@ def take_row(settings: Settings, group: Group, grads: Any, treated: Sequence[Tre
     return rows
 
 
-def put_row(group: Group, rows: list[Any], before: Any) -> Any:
-    """`SkipReduceState.per_worker` with the new rows of this worker."""
+def put_row(name: str, group: Group, rows: list[Any], before: Any) -> Any:
+    """`SkipReduceState.per_worker` with the new rows of this worker, which the compressor `name` made.
+
+    Raises:
+      ValueError: a row has another shape or dtype than before.
+    """
     if all(row is None for row in rows):
         return ()
 
     def typed(x: jax.Array, old: jax.Array) -> jax.Array:
+        kept = old.shape if group.is_simulated else old.shape[1:]
+        if (x.shape, x.dtype) != (kept, old.dtype):
+            raise ValueError(
+                f"{name} keeps {x.dtype}{list(x.shape)} after the step, and kept {old.dtype}{list(kept)} before: its "
+                "reduce has to return states as it gets them"
+            )
         names = tuple(varying_axes(old)) if group.tracked else ()
         return make_varying(group.local(x), names)
 
@@ -216,8 +226,11 @@ def resize_state(settings: Settings, opt_state: Any, params: Any, num_workers: i
         one, parts = _kept_of(settings, shard.leaf, num_workers), shard.num_parts
 
         def check(tree: Any, num_rows: int | None, whose: str) -> None:
-            shapes = [(x.shape[0] if num_rows is None else num_rows, *y.shape) for x, y in _pairs(tree, one)]
-            if [x.shape for x, _ in _pairs(tree, one)] != shapes or any(shape[0] % parts for shape in shapes):
+            def is_wrong(x: Any, y: Any) -> bool:
+                rows, *rest = x.shape or (0,)
+                return tuple(rest) != y.shape or not rows or rows % parts != 0 or num_rows not in (None, rows)
+
+            if any(is_wrong(x, y) for x, y in _pairs(tree, one)):
                 raise ValueError(
                     f"{whose} for {path!r} has shapes {[x.shape for x in jax.tree.leaves(tree)]}: expected rows of "
                     f"{[y.shape for y in jax.tree.leaves(one)]}, {parts} for each worker"

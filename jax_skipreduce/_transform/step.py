@@ -71,7 +71,7 @@ def reduce_gradients(
     in_full = indices_of(plan.treatments, "protected", "integer", "small")
     for index, mean in zip(in_full, reduce_in_full([leaves[i] for i in in_full], everybody), strict=True):
         reduced[index] = mean
-    return jax.tree.unflatten(treedef, reduced), put_row(group, states, per_worker)
+    return jax.tree.unflatten(treedef, reduced), put_row(settings.compressor.name, group, states, per_worker)
 
 
 def _is_masked(grads: Any) -> bool:

@@ -17,7 +17,7 @@ from jax_skipreduce.__main__ import make_app
 from jax_skipreduce._transform.registry import METHODS, register
 from jax_skipreduce.programs.bench import _candidates, _measure
 from jax_skipreduce.programs.common import methods
-from tests.toys import HalvesMethod
+from tests.seams.toys import HalvesMethod
 
 SMALL = ("--workers", "4", "--sizes", "4K", "--rounds", "2", "--warmup", "0", "--skip", "0,2", "--wire", "float32")
 

@@ -28,7 +28,7 @@ main()
 KNOWS_ANOTHER_METHOD = """
 from jax_skipreduce.__main__ import main
 from jax_skipreduce._transform.registry import register
-from tests.toys import HalvesMethod
+from tests.seams.toys import HalvesMethod
 
 register(HalvesMethod)
 main()

@@ -15,7 +15,7 @@ from jax_skipreduce.programs.tta import _breakdown, _campaign, _methods, _record
 from jax_skipreduce.programs.tta._cluster import AXIS, Cluster
 from jax_skipreduce.programs.tta._training import Trainer
 from jax_skipreduce.programs.tta._vgg import VGG
-from tests.toys import HalvesMethod
+from tests.seams.toys import HalvesMethod
 from tests.tta.settings import make_settings
 
 pytestmark = pytest.mark.promotes

@@ -1,4 +1,4 @@
-"""A new compressor, topology or kernel is one new file: the toys of tests/toys.py get all that our own have."""
+"""What a compressor with state per worker gets from the rest of the library, without a line elsewhere."""
 
 import dataclasses
 import functools
@@ -7,28 +7,21 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jax_skipreduce as sr
-from jax_skipreduce._backends import choice
-from jax_skipreduce._backends.ppermute import reduce_by_ppermute
-from jax_skipreduce._backends.reduction import Reduction
 from jax_skipreduce._checks.processes import first_difference
 from jax_skipreduce._compressors.skip import Skip
 from jax_skipreduce._compressors.skipreduce import SkipReduce
-from jax_skipreduce._topologies import reference
-from jax_skipreduce._topologies.ring import RING
 from jax_skipreduce._transform.configuration import fingerprint
 from jax_skipreduce._transform.registry import METHODS, register
 from jax_skipreduce._transform.settings import Settings
-from jax_skipreduce._workers.group import Group
-from jax_skipreduce._workers.wire import Wire
-from tests.helpers import bits, collectives, count_collectives, data_mesh, each_worker, normal, powers_of_two
-from tests.toys import CountingKernel, Direct, Halves, HalvesMethod, Star
+from jax_skipreduce._transform.transformation import transformation
+from tests.helpers import bits, collectives, data_mesh, normal
+from tests.seams.toys import Halves, HalvesMethod
 
 N = 4
 PARAMS = {"a": jnp.zeros((10, 3)), "b": jnp.zeros(7), "c": jnp.zeros(2)}
@@ -356,202 +349,45 @@ def test_methods_by_name():
     assert METHODS["skipreduce"] is SkipReduce
 
 
-# Topologies
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_state_made_outside_and_inside_is_taken_by_the_step(axis_type):
+    """In a shard_map over the data axis alone: by `param_specs`, and by types where the model axis is Explicit."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+    spec = P(None, "model")
+    params = {"w": jax.device_put(jnp.ones((3, 8)), jax.NamedSharding(mesh, spec))}
+    grads = jax.device_put(normal((4, 3, 8)), jax.NamedSharding(mesh, P("data", None, "model")))
+    means = []
+    with jax.set_mesh(mesh):
+        for param_specs in ({"w": spec}, None) if axis_type == AxisType.Explicit else ({"w": spec},):
+            tx = HalvesMethod("data", min_size=1, param_specs=param_specs).transform()
+            outside = tx.init(params)
+            specs = sr.state_specs(outside, "data")
+            over_data = functools.partial(jax.shard_map, mesh=mesh, axis_names={"data"})
+            inside = jax.jit(over_data(tx.init, in_specs=P(), out_specs=specs))(params)
+            step = over_data(
+                lambda g, s, tx=tx: tx.update({"w": g[0]}, s), in_specs=(P("data"), specs), out_specs=(P(), specs)
+            )
+            for state in (outside, inside):
+                mean, state = jax.jit(step)(grads, state)
+                mean, state = jax.jit(step)(grads, state)
+                means.append(mean)
+    assert len({bits(mean["w"]) for mean in means}) == 1
 
 
-@pytest.mark.parametrize("topology", [Direct(), Star(), RING], ids=lambda topology: topology.name)
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 8])
-def test_contributors_of_a_topology(topology, num_workers):
-    x = powers_of_two(num_workers, 2 * num_workers + 1)
-    width = 3
-    for k in range(topology.max_skipped(num_workers) + 1):
-        schedule = topology.schedule(num_workers, k)
-        held = schedule.contributors()
-        owners = schedule.owners()
-        for runner, shift in (("vmap", 0), ("shard_map", 1)):
+@dataclasses.dataclass(frozen=True)
+class Widening(Halves):
+    """Gives back states in another dtype."""
 
-            def reduce(x, k=k, shift=shift):
-                reduction = Reduction(num_skipped=k, shift=shift, normalize=None, topology=topology)
-                return reduce_by_ppermute([x], Group.of("data"), reduction)[0]
-
-            result = np.asarray(each_worker(runner, reduce, num_workers)(x))
-            assert all(bits(row) == bits(result[0]) for row in result)
-            for place in range(x.shape[1]):
-                j = (place // width - shift) % num_workers
-                assert result[0][place] == sum(2.0**r for r in held[owners[j]][j]), (k, place)
+    def reduce(self, bucket, states, plan, group):
+        means, kept = super().reduce(bucket, states, plan, group)
+        return means, [{**state, "turn": state["turn"].astype(jnp.float32)} for state in kept]
 
 
-@pytest.mark.parametrize("topology", [Direct(), Star()], ids=lambda topology: topology.name)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_topology_in_any_program(topology, dtype, check_vma):
-    """Traced k, a narrow wire, 16 bits: what all workers get is the same, and what NumPy makes of the schedule."""
-    wide = dtype != jnp.float32
-    x = normal((N, 1037), dtype)
-    wire = Wire.of(None if wide else "bfloat16")
-    runner = "shard_map" if check_vma else "shard_map_unchecked"
-
-    def reduce(x, k, shift):
-        reduction = Reduction(num_skipped=k, shift=shift, normalize=None, wire=wire, topology=topology)
-        return reduce_by_ppermute([x], Group.of("data"), reduction)[0]
-
-    run = each_worker(runner, reduce, N)
-    for k in range(N):
-        result = np.asarray(run(x, jnp.int32(k), jnp.int32(0)))
-        slices = np.pad(np.asarray(x), ((0, 0), (0, 3))).reshape(N, N, -1)
-        options = {"accumulator": np.float32} if wide else {"wire_dtype": jnp.bfloat16}
-        expected = reference.run(topology.schedule(N, k), slices, **options).reshape(N, -1)[:, :1037]
-        np.testing.assert_array_equal(result, expected)
-    assert run._cache_size() == 1
-
-
-@pytest.mark.parametrize("topology", [Direct(), Star()], ids=lambda topology: topology.name)
-def test_means_and_derivatives_of_a_topology(topology):
-    ones = jnp.ones((N, 9))
-    for k in range(N):
-        for normalize, expected in (("drop", 1.0), ("skip", (N - k) / N)):
-            reduction = Reduction(num_skipped=k, shift=1, normalize=normalize, topology=topology)
-
-            def reduce(x, reduction=reduction):
-                return reduce_by_ppermute([x], Group.of("data"), reduction)[0]
-
-            np.testing.assert_allclose(each_worker("shard_map", reduce, N)(ones), expected, rtol=1e-6)
-    # Each element is in N - k = 1 of the sums; the gradient of their sum over workers says whose.
-    total = jax.vmap(jax.grad(lambda x: reduce(x).sum()), axis_name="data")(ones)
-    np.testing.assert_allclose(np.asarray(total).sum(), 9 / N * N, rtol=1e-6)
-
-
-class Short(Direct):
-    """One slice for all workers, which the executor does not cut."""
-
-    def schedule(self, num_workers, num_skipped=0, shift=0, num_gather_skipped=0):
-        return dataclasses.replace(super().schedule(1, 0), num_workers=num_workers, num_slices=1)
-
-
-class Lossy(Star):
-    """The last worker gets nothing back."""
-
-    def schedule(self, num_workers, num_skipped=0, shift=0, num_gather_skipped=0):
-        whole = super().schedule(num_workers, num_skipped)
-        return dataclasses.replace(whole, steps=whole.steps[:-1])
-
-
-@pytest.mark.parametrize(
-    ("topology", "message"),
-    [(Short(), r"a schedule of 1 slices for 4 workers: expected 4 of both"), (Lossy(), "worker 3 never gets slice 0")],
-)
-def test_a_schedule_that_would_give_wrong_numbers_is_refused(topology, message):
-    with pytest.raises(ValueError, match=message):
-        jax.vmap(lambda x: reduce_by_ppermute([x], Group.of("data"), Reduction(topology=topology)), axis_name="data")(
-            jnp.ones((4, 8))
-        )
-
-
-@pytest.mark.parametrize("topology", [RING, Direct()], ids=lambda topology: topology.name)
-@pytest.mark.parametrize("num_skipped", [0, 1, 3, 7])
-def test_what_is_sent_is_the_schedule(topology, num_skipped):
-    """Permutes of the lowered program and their bytes, against the steps of the schedule and its slices."""
-    skip = Skip(num_skipped / 8, mode="static", topology=topology)
-
-    def reduce(x):
-        (plan,) = skip.plan_buckets([num_skipped], Group.of("data"), jnp.int32(0))
-        return skip.reduce([x], [None], plan, Group.of("data"))[0][0]
-
-    run = each_worker("shard_map", reduce, 8)
-    x = normal((8, 803))
-    sent = collectives(run.lower(x).compile().as_text())
-    permutes = [shape for shape, operation in sent if operation == "collective-permute"]
-    schedule = topology.schedule(8, num_skipped)
-    assert len(permutes) == len(schedule.reduce_steps) == 7 - num_skipped
-    assert len(schedule.copy_steps) == 7  # one all-gather, of 7 slices a worker
-    assert [operation for _, operation in sent if operation != "collective-permute"] == ["all-gather"]
-    assert {int(np.prod([int(n) for n in shape.split("[")[1].split("]")[0].split(",")])) for shape in permutes} <= {101}
-    assert topology.slices_sent(8, num_skipped) == len(permutes) + 7
-    assert topology.num_steps(8, num_skipped) == len(schedule.steps)
-    forecast = skip.forecast([jax.ShapeDtypeStruct((803,), jnp.float32)], 8, 1, 0)
-    assert forecast.leaves[0].wire_bytes == (len(permutes) + 7) * 101 * 4
-
-
-def test_closed_forms_of_the_ring():
-    for num_workers in range(1, 10):
-        for k in range(num_workers):
-            for g in range(num_workers):
-                schedule = RING.schedule(num_workers, k, 0, g)
-                assert RING.num_steps(num_workers, k, g) == len(schedule.steps)
-                assert {RING.slices_sent(num_workers, k, g)} == set(schedule.slices_sent())
-
-
-def test_what_only_the_ring_does_is_refused():
-    for change, message in (
-        ({"mode": "dropout", "key": jax.random.key(0)}, "no dropout"),
-        ({"num_gather_skipped": 1}, "gathers in full"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            jax.vmap(
-                lambda x: reduce_by_ppermute([x], Group.of("data"), Reduction(topology=Direct(), **change)),  # noqa: B023
-                axis_name="data",
-            )(jnp.ones((3, 8)))
-
-
-# Kernels
-
-
-def test_a_kernel_is_one_file(monkeypatch):
-    kernel = CountingKernel()
-    monkeypatch.setattr(choice, "KERNELS", [kernel])
-    x = normal((N, 100))
-
-    def reduce(x, backend="auto"):
-        return sr.all_reduce(x, "data", num_skipped=2, shift=1, backend=backend)
-
-    monkeypatch.setenv("SKIPREDUCE_BACKEND", "auto")
-    native = each_worker("shard_map_unchecked", reduce, N)(x)
-    assert kernel.num_runs > 0
-    assert bits(native) == bits(each_worker("shard_map", functools.partial(reduce, backend="xla"), N)(x))
-    with pytest.raises(ValueError, match="backend='native': it takes float32 alone"):
-        each_worker("shard_map", functools.partial(reduce, backend="native"), N)(x.astype(jnp.bfloat16))
-
-
-# Buckets
-
-
-def test_no_bucket_waits_for_a_leaf_that_it_does_not_hold():
-    """In the lowered program, what the first permute of each bucket depends on are the leaves of that bucket."""
-    shapes = [1000, 1200, 1400, 1600]
-    tx = sr.skipreduce("data", 0.5, min_size=1, bucket_bytes=1, mode="static", backend="xla")
-
-    def reduce(grads):
-        return tx.update(grads, sr.SkipReduceState(jnp.int32(0)))[0]
-
-    grads = [normal((N, size), seed=size) for size in shapes]
-    mapped = jax.shard_map(
-        lambda grads: reduce([leaf[0] for leaf in grads]), mesh=data_mesh(N), in_specs=P("data"), out_specs=P()
-    )
-    (equation,) = [eqn for eqn in jax.make_jaxpr(mapped)(grads).eqns if eqn.primitive.name == "shard_map"]
-    inner = equation.params["jaxpr"]
-    depends = {variable: {i} for i, variable in enumerate(inner.invars)}
-    order = []
-    for eqn in inner.eqns:
-        found = set().union(*(depends.get(v, set()) for v in eqn.invars if not hasattr(v, "val")))
-        if eqn.primitive.name == "ppermute":
-            order.append(found)
-        depends |= dict.fromkeys(eqn.outvars, found)
-    # One leaf each, the last one first: the backward pass has its gradient first.
-    assert [min(found) for found in order] == [i for i in (3, 2, 1, 0) for _ in range(len(order) // 4)]
-    assert all(len(found) == 1 for found in order)
-
-
-def test_one_counter_is_found_beside_adams():
-    tx = optax.chain(sr.skipreduce("data"), optax.adam(1e-3))
-    state = tx.init(PARAMS)
-    assert int(optax.tree.get(state, "count")) == 0
-    assert int(optax.tree.get(state, "num_reductions")) == 0
-    with pytest.raises(AttributeError, match="called num_reductions since version"):
-        _ = state[0].count
-
-
-def test_counts_of_collectives_are_unchanged():
-    grads = {"a": normal((8, 65, 33)), "bias": normal((8, 7))}
-    tx = sr.skipreduce("data", 0.5, backend="xla")
-    run = each_worker("shard_map", lambda g: tx.update(g, sr.SkipReduceState(jnp.int32(3)))[0], 8)
-    assert count_collectives(run, grads) == {"collective-permute": 3, "all-gather": 1, "all-reduce": 1}
+def test_a_compressor_that_changes_its_state_is_named():
+    settings = Settings("data", Widening(), min_size=1)
+    with jax.set_mesh(data_mesh(N)):
+        state = transformation(settings).init(jnp.zeros(6))
+    with pytest.raises(ValueError, match=r"halves keeps float32\[\] after the step, and kept int32\[\] before"):
+        jax.vmap(
+            lambda g, rows: transformation(settings).update(g, sr.SkipReduceState(jnp.int32(0), rows)), axis_name="data"
+        )(jnp.ones((N, 6)), state.per_worker)
